@@ -1,15 +1,15 @@
 // Rung 2: attention backward, a two-dimensional thread block per tile.
 //
-// Both entries run the same loop with different operands: a block owns rows of a pair of tensors A, B, loads tiles of the other pair
-// X, Y, and sums the gradients of its own rows. THREADS_X * THREADS_Y threads share a tile as in fwd_block2d; each has a register tile
-// of S, of dP and of the gradients.
+// Both entries run the same loop with different operands: a block owns rows of a pair of tensors A, B, loads tiles of
+// the other pair X, Y, and sums the gradients of its own rows. THREADS_X * THREADS_Y threads share a tile as in
+// fwd_block2d; each has a register tile of S, of dP and of the gradients.
 //
 //                        owned: A, B      loaded: X, Y    S = A X^T   dP = B Y^T
 //   bwd_block2d          K, V             Q, dO           dV += P^T dO,  dK += dS^T Q      (its S and P are transposed)
 //   bwd_block2d_dq       Q, dO            K, V                           dQ += dS K
 //
 //   A_smem, B_smem [OWNED][columns, padded, + 4]      loaded once; A and X have HEAD_DIM columns, B and Y HEAD_DIM_V
-//   X_smem, Y_smem [OTHER][columns, padded, + 4]      loaded per tile; read by columns (S, dP), then by rows (gradients)
+//   X_smem, Y_smem [OTHER][columns, padded, + 4]      per tile; read by columns (S, dP), then by rows (gradients)
 //   P_smem         [OWNED][OTHER + 4]                 P, then dS, exchanged between the threads of a row
 //
 // All of it is fp32. The threads of a row are lanes of one warp, so that P_smem needs no block barrier.
@@ -21,9 +21,11 @@ constexpr int THREADS = THREADS_X * THREADS_Y;
 // Layout of tensors with COLUMNS columns.
 template <int COLUMNS>
 struct Width {
-    static constexpr int THREAD_COLS = (COLUMNS + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, per thread
+    static constexpr int THREAD_COLS =
+        (COLUMNS + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of a gradient, per thread
     static constexpr int PADDED = THREAD_COLS * THREADS_X, PITCH = PADDED + 4;
-    static constexpr int STEP = PADDED % (8 * THREADS_X) == 0 ? 8 * THREADS_X : 4 * THREADS_X;  // columns loaded at a time
+    static constexpr int STEP =
+        PADDED % (8 * THREADS_X) == 0 ? 8 * THREADS_X : 4 * THREADS_X;  // columns loaded at a time
 };
 constexpr int D_COLS = Width<HEAD_DIM>::THREAD_COLS, DV_COLS = Width<HEAD_DIM_V>::THREAD_COLS;
 constexpr int PITCH = Width<HEAD_DIM>::PITCH, V_PITCH = Width<HEAD_DIM_V>::PITCH;
@@ -54,8 +56,9 @@ __device__ __forceinline__ bool visible(const Head& head, int owned, int other) 
 
 // gradient += P X, with P exchanged through P_smem. FULLY_VISIBLE: no score of the tile is hidden.
 template <bool BY_KEY, bool FULLY_VISIBLE, int ROWS, int COLS, int THREAD_COLS>
-__device__ __forceinline__ void exchange_and_add(float (&gradient)[ROWS][THREAD_COLS], const float (&P)[ROWS][COLS], float* P_row,
-                                                 const float* X_col, const Head& head, int owned0, int other0) {
+__device__ __forceinline__ void exchange_and_add(float (&gradient)[ROWS][THREAD_COLS], const float (&P)[ROWS][COLS],
+                                                 float* P_row, const float* X_col, const Head& head, int owned0,
+                                                 int other0) {
     constexpr int X_PITCH = THREAD_COLS * THREADS_X + 4, P_PITCH = COLS * THREADS_X + 4;
     __syncwarp();  // all lanes of each row have read the previous contents
 #pragma unroll
@@ -63,13 +66,15 @@ __device__ __forceinline__ void exchange_and_add(float (&gradient)[ROWS][THREAD_
 #pragma unroll
         for (int j = 0; j < COLS; ++j) P_row[i * THREADS_Y * P_PITCH + threadIdx.x + j * THREADS_X] = P[i][j];
     __syncwarp();  // each row is complete before any lane reads it
-    add_product<FULLY_VISIBLE, COLS * THREADS_X, P_PITCH, X_PITCH>(
-        gradient, P_row, X_col, [&](int i, int j) { return visible<BY_KEY>(head, owned0 + i * THREADS_Y, other0 + j); });
+    add_product<FULLY_VISIBLE, COLS * THREADS_X, P_PITCH, X_PITCH>(gradient, P_row, X_col, [&](int i, int j) {
+        return visible<BY_KEY>(head, owned0 + i * THREADS_Y, other0 + j);
+    });
 }
 
 template <int COLUMNS, int ROWS>
-__device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gradient)[ROWS][Width<COLUMNS>::THREAD_COLS],
-                                           float factor, int b, int h, int row0, int S) {
+__device__ __forceinline__ void store_rows(View<dtype> tensor,
+                                           const float (&gradient)[ROWS][Width<COLUMNS>::THREAD_COLS], float factor,
+                                           int b, int h, int row0, int S) {
     dtype* out = tensor.row(b, h, row0) + 4 * threadIdx.x;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, out += THREADS_Y * tensor.stride_s) {
@@ -77,19 +82,21 @@ __device__ __forceinline__ void store_rows(View<dtype> tensor, const float (&gra
 #pragma unroll
         for (int c = 0; c < Width<COLUMNS>::THREAD_COLS; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // relative to column 4 * threadIdx.x
-            if (COLUMNS % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < COLUMNS) out[d] = dtype(factor * gradient[i][c]);
+            if (COLUMNS % (4 * THREADS_X) == 0 || 4 * threadIdx.x + d < COLUMNS)
+                out[d] = dtype(factor * gradient[i][c]);
         }
     }
 }
 
-// The gradients of the block's OWNED rows of A, and with BY_KEY of B: sums over all tiles of X and Y, and over the query heads of the
-// group.
+// The gradients of the block's OWNED rows of A, and with BY_KEY of B: sums over all tiles of X and Y, and over the
+// query heads of the group.
 template <bool BY_KEY, int OWNED, int OTHER>
 __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dtype> B, View<const dtype> X,
                                               View<const dtype> Y, const float* LSE, const float* delta, View<dtype> dA,
                                               View<dtype> dB, int group, const Score& score) {
     constexpr int ROWS = OWNED / THREADS_Y, COLS = OTHER / THREADS_X;
-    const RowTile tile = BY_KEY ? key_tile<OWNED>(score, blockIdx.x, blockIdx.z) : query_tile<OWNED>(score, blockIdx.x, blockIdx.z);
+    const RowTile tile =
+        BY_KEY ? key_tile<OWNED>(score, blockIdx.x, blockIdx.z) : query_tile<OWNED>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile.invalid()) return;
     extern __shared__ __align__(16) float smem[];
     float *A_smem = smem, *B_smem = A_smem + OWNED * PITCH, *X_smem = B_smem + OWNED * V_PITCH;
@@ -105,7 +112,8 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
     float dA_rmem[ROWS][D_COLS] = {}, dB_rmem[ROWS][DV_COLS] = {};
 
     for (int n = 0; n < heads; ++n) {
-        const int query_head = BY_KEY ? own_head * group + n : own_head, other_head = BY_KEY ? query_head : own_head / group;
+        const int query_head = BY_KEY ? own_head * group + n : own_head,
+                  other_head = BY_KEY ? query_head : own_head / group;
         const Head head(score, b, query_head);
         const Range range = BY_KEY ? head.queries(owned0, owned0 + OWNED) : head.keys(owned0, owned0 + OWNED);
         const long long row = head.lse_offset(gridDim.y * heads, query_head);  // of LSE and delta

@@ -5,16 +5,17 @@
 //
 // S is the score x of include/score_mod.cuh, and dS has the factor dx / d(scale * (Q_i . K_j)) where that is not 1.
 //
-// FlashAttention-2's Algorithm 2 (arXiv:2307.08691) computes all three sums in one loop over key tiles, and each key tile adds to dQ of
-// all query rows with atomics. Here each sum belongs to one thread: P is computed twice, and results are deterministic. The reference
-// with the same loops is sandbox/reference/flash_backward.py.
+// FlashAttention-2's Algorithm 2 (arXiv:2307.08691) computes all three sums in one loop over key tiles, and each key
+// tile adds to dQ of all query rows with atomics. Here each sum belongs to one thread: P is computed twice, and results
+// are deterministic. The reference with the same loops is sandbox/reference/flash_backward.py.
 //
-// As in fwd_minimal, a thread's own rows are columns of transposed shared-memory tiles [columns][rows], and all threads read the other
-// tile by broadcast. dK and dV of a key/value head are sums over the query heads of its group.
+// As in fwd_minimal, a thread's own rows are columns of transposed shared-memory tiles [columns][rows], and all threads
+// read the other tile by broadcast. dK and dV of a key/value head are sums over the query heads of its group.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
-static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M),
+              "spec and kernel disagree on shared memory");
 static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)),
               "spec and kernel disagree on shared memory");
 
@@ -25,7 +26,8 @@ __device__ __forceinline__ void load_column(float* column, View<const dtype> ten
     for (int d = 0; d < WIDTH; ++d) column[d * ROWS] = row < S ? to_float(tensor.row(b, h, row)[d]) : 0.0f;
 }
 
-// 1 block per SM: otherwise the compiler limits registers for blocks that do not fit into shared memory, and spills with windows.
+// 1 block per SM: otherwise the compiler limits registers for blocks that do not fit into shared memory, and spills
+// with windows.
 extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
     View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
@@ -94,7 +96,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
         }
     }
     if (key_col >= seqlen.key_rows()) return;  // no barrier below
-#pragma unroll 8  // a full unroll spills 8 bytes on sm_80
+#pragma unroll 8                               // a full unroll spills 8 bytes on sm_80
     for (int d = 0; d < HEAD_DIM; ++d) dK.row(b, kv_head, key_col)[d] = dtype(score.scale * dK_column[d * BLOCK_N]);
 #pragma unroll 8
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_column[d * BLOCK_N]);

@@ -1,36 +1,40 @@
 // Rung 2: attention forward, a two-dimensional thread block per tile.
 //
-// In rung 1 a thread owns a query row and loads one word of shared memory per multiply-add. Here X * Y threads (THREADS_X, THREADS_Y)
-// share BLOCK_M rows: threads along y divide the rows, threads along x the columns of a row. Each thread has a small rectangle of S
-// and of O in registers, so that a loaded word is used by 4 to 8 multiply-adds.
+// In rung 1 a thread owns a query row and loads one word of shared memory per multiply-add. Here X * Y threads
+// (THREADS_X, THREADS_Y) share BLOCK_M rows: threads along y divide the rows, threads along x the columns of a row.
+// Each thread has a small rectangle of S and of O in registers, so that a loaded word is used by 4 to 8 multiply-adds.
 //
+// clang-format off
 //                  S = Q K^T                           O += P V
 //            ┌───────────────────┐         ┌─────────────────────────────┐
 //   row ty   │ a b … h a b … h … │ ty = 0  │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a: tx = 0, b: tx = 1, … h: tx = 7
 //   ty + Y   │ a b … h a b … h … │ ty = 1  │ aaaabbbb…hhhhaaaabbbb…hhhh… │    a warp: 8 along x, 4 along y
 //    …       │ keys              │         │ columns of V                │
+// clang-format on
 //
-// The threads of a row are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and P is exchanged through P_smem.
-// A lane owns every X-th key, and rows of K are padded to a multiple of 32 words plus 4: eight lanes that read four words each of eight
-// keys access 32 different banks.
+// The threads of a row are lanes of one warp: m and l are reduced by shuffles (l once, at the end), and P is exchanged
+// through P_smem. A lane owns every X-th key, and rows of K are padded to a multiple of 32 words plus 4: eight lanes
+// that read four words each of eight keys access 32 different banks.
 //
 //   Q_smem  [BLOCK_M][HEAD_DIM, padded, + 4]   loaded once
 //   KV_smem [BLOCK_N][BLOCK_D + 4]             K, BLOCK_D columns at a time; then V, as many whole rows as fit
-//   P_smem  [BLOCK_M][BLOCK_N + 4]             all in fp32: each value is used many times and would be converted each time
+//   P_smem  [BLOCK_M][BLOCK_N + 4]             all in fp32: a value is used, and would be converted, many times
 //
-// Inner loops on sm_90a for D = 64 / 128 / 256: Q K^T has 128 FFMA per 12 LDS.128, P V 128 / 256 / 512 per 12 / 20 / 36.
+// Inner loops on sm_90a for D = 64 / 128 / 256: Q K^T has 128 FFMA per 12 LDS.128, P V 128 / 256 / 512
+// per 12 / 20 / 36.
 #include "tensor.cuh"
 #include "block2d.cuh"
 #include "score_mod.cuh"
 
 constexpr int THREADS = THREADS_X * THREADS_Y;
-constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;         // of S per thread
+constexpr int ROWS = BLOCK_M / THREADS_Y, COLS = BLOCK_N / THREADS_X;           // of S per thread
 constexpr int O_COLS = (HEAD_DIM_V + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  // of O per thread
 constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITCH = BLOCK_D + 4, P_PITCH = BLOCK_N + 4;
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
 constexpr int V_ROWS = v_rows(BLOCK_N);
-constexpr bool FEWER_BLOCKS = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);  // four blocks per SM would spill for D <= 64
+// Four blocks per SM would spill for D <= 64.
+constexpr bool FEWER_BLOCKS = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);
 constexpr int OTHER_REGISTERS = Head::READS_TENSORS ? 124 : FEWER_BLOCKS ? 72 : 64;  // in addition to S and O
 constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHER_REGISTERS));
 constexpr float LOG2E = 1.44269504f;
@@ -78,7 +82,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
         }
 
         const auto keep = [&](int i, int j) { return head.keep(query_row + i * THREADS_Y, n0 + tx + j * THREADS_X); };
-        unsigned keep_bits[ROWS] = {};  // dropout: one bit per key; a loop, because computing all keep bits at once spills
+        // Dropout: one bit per key; a loop, because computing all keep bits at once spills.
+        unsigned keep_bits[ROWS] = {};
 #pragma unroll 1
         for (int j = 0; DROPOUT && j < COLS; ++j)
 #pragma unroll
@@ -114,7 +119,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
 #pragma unroll 1
         for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < keys.end; j0 += V_ROWS) {
             __syncthreads();  // every row has used K, or the previous step of V, before it is overwritten
-            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, V, b, kv_head, n0 + j0, head.Sk, 0);
+            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, V, b, kv_head, n0 + j0,
+                                                                                   head.Sk, 0);
             __syncthreads();  // the step of V, and P, are complete before any row reads them
             const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
             const auto visible = [&](int i, int j) { return head.visible(query_row + i * THREADS_Y, n0 + j0 + j); };

@@ -2,17 +2,19 @@
 // sandbox/reference/flash.py (flash2) has the same loops in NumPy.
 //
 // Thread t of a block computes query row m0 + t. All threads read the same keys and values, so the block loads each K/V
-// tile into shared memory once. Q and O of a row are HEAD_DIM + HEAD_DIM_V floats, too many for registers at 256 columns:
-// they are in shared memory, transposed, so that the 32 rows of a warp are in 32 different banks.
+// tile into shared memory once. Q and O of a row are HEAD_DIM + HEAD_DIM_V floats, too many for registers at 256
+// columns: they are in shared memory, transposed, so that the 32 rows of a warp are in 32 different banks.
 //
 //   Q_smem, O_smem [columns][BLOCK_M]    only thread t uses column t: no barrier
 //   K_smem, V_smem [BLOCK_N][columns]    all threads read the same word: a broadcast
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
-static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N), "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N),
+              "spec and kernel disagree on shared memory");
 
-extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: one block per SM may use all registers
+// One block per SM: it may use all registers.
+extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
     View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
     View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
@@ -75,6 +77,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(  // 1: one
 
     if (query_row >= head.Sq) return;  // no barrier below
     const FinalizedRow final_row = head.finalize<NATURAL>(m, l);
-    for (int d = 0; d < HEAD_DIM_V; ++d) O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * final_row.inverse);
+    for (int d = 0; d < HEAD_DIM_V; ++d)
+        O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * final_row.inverse);
     LSE[head.lse_offset(gridDim.y, h) + query_row] = final_row.lse;
 }

@@ -1,5 +1,5 @@
-// Matrix products of the rung 2 kernels: THREADS_X * THREADS_Y threads share a tile, and each has a register tile of the result with
-// rows THREADS_Y apart. Operands are fp32 in shared memory; an LDS.128 loads four words.
+// Matrix products of the rung 2 kernels: THREADS_X * THREADS_Y threads share a tile, and each has a register tile of
+// the result with rows THREADS_Y apart. Operands are fp32 in shared memory; an LDS.128 loads four words.
 #pragma once
 
 __device__ __forceinline__ float4 load4(const float* smem) { return *reinterpret_cast<const float4*>(smem); }
@@ -27,10 +27,12 @@ __device__ __forceinline__ void add_dot_products(float (&S)[ROWS][COLS], const f
     }
 }
 
-// sums += P X for KEYS rows of X. A thread has four adjacent columns of every 4 * THREADS_X. FULLY_VISIBLE: no score of the tile is
-// hidden. Otherwise pairs for which visible(i, j) is false are skipped (i: row of the register tile): their P is 0, but 0 * NaN is NaN.
+// sums += P X for KEYS rows of X. A thread has four adjacent columns of every 4 * THREADS_X. FULLY_VISIBLE: no score of
+// the tile is hidden. Otherwise pairs for which visible(i, j) is false are skipped (i: row of the register tile): their
+// P is 0, but 0 * NaN is NaN.
 template <bool FULLY_VISIBLE, int KEYS, int P_PITCH, int X_PITCH, int ROWS, int COLS, class Visible>
-__device__ __forceinline__ void add_product(float (&sums)[ROWS][COLS], const float* P, const float* X, const Visible& visible) {
+__device__ __forceinline__ void add_product(float (&sums)[ROWS][COLS], const float* P, const float* X,
+                                            const Visible& visible) {
     constexpr int STEP = FULLY_VISIBLE ? 4 : 1;
 #pragma unroll 1
     for (int j0 = 0; j0 < KEYS; j0 += STEP) {

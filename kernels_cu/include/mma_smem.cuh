@@ -1,16 +1,17 @@
-// Shared-memory tiles of the mma.sync kernels: swizzled layout, loads by cp.async, fragments by ldmatrix, and products of fragments with
-// tiles. An element has 16 bits; float8 tiles are tiles of pairs.
+// Shared-memory tiles of the mma.sync kernels: swizzled layout, loads by cp.async, fragments by ldmatrix, and products
+// of fragments with tiles. An element has 16 bits; float8 tiles are tiles of pairs.
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 
-// A row of COLUMNS elements consists of 16-byte chunks. The swizzle is an XOR of the chunk index with the row, so that the eight
-// rows of an ldmatrix matrix are in eight different groups of four banks.
+// A row of COLUMNS elements consists of 16-byte chunks. The swizzle is an XOR of the chunk index with the row, so that
+// the eight rows of an ldmatrix matrix are in eight different groups of four banks.
 template <int COLUMNS>
 struct Swizzled {
     static_assert(COLUMNS % 16 == 0, "whole MMA steps");
-    static constexpr unsigned CHUNKS = COLUMNS / 8;                                   // 16-byte chunks per row
-    static constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;  // chunks are permuted within such groups
-    static constexpr unsigned ROW = 2 * COLUMNS;                                      // bytes per row
+    static constexpr unsigned CHUNKS = COLUMNS / 8;  // 16-byte chunks per row
+    // Chunks are permuted within groups of this size.
+    static constexpr unsigned GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
+    static constexpr unsigned ROW = 2 * COLUMNS;  // bytes per row
 
     // Byte offset of a chunk in the tile.
     static __device__ __forceinline__ unsigned at(unsigned row, unsigned chunk) {
@@ -18,14 +19,15 @@ struct Swizzled {
     }
 };
 
-// Issues cp.async for rows n0 .. n0 + ROWS of an (S, WIDTH) matrix with threads 0 .. THREADS_. Rows >= S and columns >= WIDTH are
-// filled with zeros.
+// Issues cp.async for rows n0 .. n0 + ROWS of an (S, WIDTH) matrix with threads 0 .. THREADS_. Rows >= S and columns >=
+// WIDTH are filled with zeros.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, long long stride, int n0, int S,
-                                             unsigned thread = threadIdx.x) {
+                                              unsigned thread = threadIdx.x) {
     using Tile = Swizzled<COLUMNS>;
     constexpr int PER_CHUNK = 16 / sizeof(T);  // elements
-    constexpr unsigned STEP = THREADS_ / Tile::CHUNKS, ACTIVE = STEP * Tile::CHUNKS;  // a thread loads one chunk of every STEP-th row
+    constexpr unsigned STEP = THREADS_ / Tile::CHUNKS,
+                       ACTIVE = STEP * Tile::CHUNKS;  // a thread loads one chunk of every STEP-th row
     const unsigned row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
     if (ACTIVE < THREADS_ && thread >= ACTIVE) return;
     const T* from = matrix + (n0 + static_cast<int>(row0)) * stride + chunk * PER_CHUNK;
@@ -41,12 +43,13 @@ __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, lo
     }
 }
 
-// The same as single copies, which a kernel interleaves with MMAs. A thread copies the same chunk of every group of a row before it
-// advances to another row: one address register, all other offsets are immediates.
+// The same as single copies, which a kernel interleaves with MMAs. A thread copies the same chunk of every group of a
+// row before it advances to another row: one address register, all other offsets are immediates.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T = dtype>
 struct TileCopies {
     using Tile = Swizzled<COLUMNS>;
-    static constexpr unsigned GROUP = Tile::GROUP, GROUPS = Tile::CHUNKS / GROUP, STEP = THREADS_ / GROUP;  // rows per step
+    static constexpr unsigned GROUP = Tile::GROUP, GROUPS = Tile::CHUNKS / GROUP,
+                              STEP = THREADS_ / GROUP;  // rows per step
     static constexpr int COUNT = (ROWS + STEP - 1) / STEP * GROUPS, PER_CHUNK = 16 / sizeof(T);
     static constexpr bool WHOLE = WIDTH == COLUMNS * PER_CHUNK / 8;
     static_assert(THREADS_ % GROUP == 0 && STEP % 8 == 0, "rows at a distance of STEP have the same swizzle");
@@ -72,8 +75,9 @@ struct TileCopies {
     }
 };
 
-// Byte offsets in a tile of the address that this lane passes to ldmatrix for a 16 x 16 block: row and chunk of step 0. Step i of
-// 16 columns is at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest are immediates.
+// Byte offsets in a tile of the address that this lane passes to ldmatrix for a 16 x 16 block: row and chunk of step 0.
+// Step i of 16 columns is at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest
+// are immediates.
 template <int COLUMNS, bool ONE_REGISTER = false>
 struct FragmentOffsets {
     using Tile = Swizzled<COLUMNS>;
@@ -87,21 +91,22 @@ struct FragmentOffsets {
     }
 };
 
-// The same with one to three registers less and one instruction more: the XOR with the step's bits of the chunk index is applied
-// after the XOR with the row.
+// The same with one to three registers less and one instruction more: the XOR with the step's bits of the chunk index
+// is applied after the XOR with the row.
 template <int COLUMNS>
 struct FragmentOffsets<COLUMNS, true> {
     using Tile = Swizzled<COLUMNS>;
     unsigned first;
     __device__ __forceinline__ FragmentOffsets(unsigned row, unsigned chunk) : first(Tile::at(row, chunk)) {}
     __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16
-        return (first ^ step % (Tile::GROUP / 2) * 32) + (row * Tile::ROW + step / (Tile::GROUP / 2) * Tile::GROUP * 16);
+        return (first ^ step % (Tile::GROUP / 2) * 32) +
+               (row * Tile::ROW + step / (Tile::GROUP / 2) * Tile::GROUP * 16);
     }
 };
 
-// Offsets of this lane in a 16 x 16 block, which begins at chunk `chunk` of a row: of an A operand by ldmatrix_x4, or of a B operand by
-// ldmatrix_x4_trans; and of a transposed B operand by ldmatrix_x4. The latter differ, so that the two registers of a B operand are
-// adjacent (12% faster at D = 128).
+// Offsets of this lane in a 16 x 16 block, which begins at chunk `chunk` of a row: of an A operand by ldmatrix_x4, or
+// of a B operand by ldmatrix_x4_trans; and of a transposed B operand by ldmatrix_x4. The latter differ, so that the two
+// registers of a B operand are adjacent (12% faster at D = 128).
 template <class Offsets>
 __device__ __forceinline__ Offsets row_offsets(unsigned lane, unsigned chunk = 0) {
     return {lane % 16, chunk + lane / 16};
@@ -118,10 +123,12 @@ struct Mma16Bit {
     }
 };
 
-// C += A B^T, one MMA step: fragments A of 16 rows each, and 8 * N_TILES rows of B_tile from `row` on. `step`: columns of B_tile.
+// C += A B^T, one MMA step: fragments A of 16 rows each, and 8 * N_TILES rows of B_tile from `row` on. `step`: columns
+// of B_tile.
 template <int M_TILES, int N_TILES, class Offsets, class Mma = Mma16Bit>
-__device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4], SmemAddr B_tile, int row,
-                                             int step, const Offsets& transposed_offsets, const Mma& mma = Mma()) {
+__device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4],
+                                             SmemAddr B_tile, int row, int step, const Offsets& transposed_offsets,
+                                             const Mma& mma = Mma()) {
 #pragma unroll
     for (int nt = 0; nt < N_TILES / 2; ++nt) {
         unsigned B[4];
@@ -136,8 +143,8 @@ __device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], co
 
 // C += A B, one MMA step: fragments A of 16 rows each, and 16 rows of B_tile from `row` on, with 8 * N_TILES columns.
 template <int M_TILES, int N_TILES, class Offsets>
-__device__ __forceinline__ void mma_AB_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4], SmemAddr B_tile, int row,
-                                            const Offsets& row_offsets) {
+__device__ __forceinline__ void mma_AB_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4],
+                                            SmemAddr B_tile, int row, const Offsets& row_offsets) {
 #pragma unroll
     for (int dt = 0; dt < N_TILES / 2; ++dt) {
         unsigned B[4];

@@ -1,5 +1,5 @@
-// Wrappers of all inline PTX of warp-level kernels. sandbox/cpu/include/ptx.cuh has the same functions for the CPU backend.
-// Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16".
+// Wrappers of all inline PTX of warp-level kernels. sandbox/cpu/include/ptx.cuh has the same functions for the CPU
+// backend. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16".
 // clang-format off
 //
 //   accumulator C (16 x 8)                 A (16 x 16), 2 elements per register   B (16 x 8), 2 elements per register
@@ -15,8 +15,8 @@
 
 using SmemAddr = unsigned;  // a byte address in shared memory
 
-// Device-side assertions: enabled on the CPU backend, and on a GPU if SANDBOX_CHECKED is set. A failure on a GPU prints `message`
-// and destroys the CUDA context. One lane per warp reports it.
+// Device-side assertions: enabled on the CPU backend, and on a GPU if SANDBOX_CHECKED is set. A failure on a GPU prints
+// `message` and destroys the CUDA context. One lane per warp reports it.
 #if CHECKED_KERNELS
 constexpr bool CHECKED = true;
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, unsigned long);
@@ -32,8 +32,8 @@ __device__ __forceinline__ SmemAddr smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// threadIdx.x, read from the special register at each call: the compiler then recomputes values derived from it instead of keeping
-// them in registers.
+// threadIdx.x, read from the special register at each call: the compiler then recomputes values derived from it instead
+// of keeping them in registers.
 __device__ __forceinline__ unsigned thread_index_x() {
     unsigned index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index)::"memory");
@@ -67,24 +67,30 @@ __device__ __forceinline__ unsigned grid_size_x() {
 // The maximum of three integers: one instruction on compute capability 9.0.
 __device__ __forceinline__ int max3(int a, int b, int c) { return __vimax3_s32(a, b, c); }
 
-// Loads four 8 x 8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 and gets elements
-// (g; 2q, 2q+1) of each matrix, or with _trans elements (2q, 2q+1; g).
+// Loads four 8 x 8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 and gets
+// elements (g; 2q, 2q+1) of each matrix, or with _trans elements (2q, 2q+1; g).
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SmemAddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
 }
 
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
 }
 
 // C += A B with fp32 accumulation. In float8 kernels the operands are fp16.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if defined(DTYPE_bfloat16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
 #endif
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -135,8 +141,8 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
-// Copies 16 bytes from global to shared memory asynchronously; writes zeros if `valid` is false. The data is visible to this thread
-// after cp_async_wait, to others after a subsequent barrier.
+// Copies 16 bytes from global to shared memory asynchronously; writes zeros if `valid` is false. The data is visible to
+// this thread after cp_async_wait, to others after a subsequent barrier.
 __device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -161,8 +167,9 @@ __device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
-// Programmatic dependent launch: allows the next entry to start when all blocks of this one have started, if its spec has programmatic_launch=True.
-// The next entry must call griddepcontrol_wait before it reads this one's results. No effect before compute capability 9.0.
+// Programmatic dependent launch: allows the next entry to start when all blocks of this one have started, if its spec
+// has programmatic_launch=True. The next entry must call griddepcontrol_wait before it reads this one's results. No
+// effect before compute capability 9.0.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -176,12 +183,13 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
-// Adds a warp's 16 x 8 accumulator atomically to 128 floats of global memory at `to`, aligned to 16 bytes. The order of the floats
-// minimizes transactions: one of 512 bytes (sm_90), else four of 128. load_fragment_rows reads this order.
+// Adds a warp's 16 x 8 accumulator atomically to 128 floats of global memory at `to`, aligned to 16 bytes. The order of
+// the floats minimizes transactions: one of 512 bytes (sm_90), else four of 128. load_fragment_rows reads this order.
 __device__ __forceinline__ void add_fragment(float* to, const float (&c)[4]) {
     const unsigned lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 4 * lane), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3])
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 4 * lane), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+                 "f"(c[3])
                  : "memory");
 #else
 #pragma unroll
@@ -199,7 +207,7 @@ __device__ __forceinline__ void load_fragment_rows(float (&rows)[2][8], const fl
         rows[0][2 * i] = lane.x, rows[0][2 * i + 1] = lane.y, rows[1][2 * i] = lane.z, rows[1][2 * i + 1] = lane.w;
 #else
         const float4 lanes = sums[8 * i + g];  // element i of the four lanes of a row
-        float(&row)[8] = rows[i / 2];
+        float (&row)[8] = rows[i / 2];
         row[i % 2] = lanes.x, row[2 + i % 2] = lanes.y, row[4 + i % 2] = lanes.z, row[6 + i % 2] = lanes.w;
 #endif
     }
