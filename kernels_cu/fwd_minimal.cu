@@ -2,8 +2,8 @@
 // sandbox/reference/flash.py (flash2) has the same loops in NumPy.
 //
 // Thread t of a block computes query row m0 + t. All threads read the same keys and values, so the block loads each K/V
-// tile into shared memory once. Q and O of a row are HEAD_DIM + HEAD_DIM_V floats, too many for registers at 256
-// columns: they are in shared memory, transposed, so that the 32 rows of a warp are in 32 different banks.
+// tile into shared memory once. Q and O of a row are too large for registers at 256 columns: they are in shared memory,
+// transposed, so that the 32 rows of a warp are in 32 different banks. One block per SM may use all registers.
 //
 //   Q_smem, O_smem [columns][BLOCK_M]    only thread t uses column t: no barrier
 //   K_smem, V_smem [BLOCK_N][columns]    all threads read the same word: a broadcast
@@ -13,7 +13,6 @@
 static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N),
               "spec and kernel disagree on shared memory");
 
-// One block per SM: it may use all registers.
 extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
     View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
     View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
@@ -23,10 +22,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
     int group,              // H / Hk: query heads per key/value head
     Score score) {
     extern __shared__ __align__(16) float smem[];
-    float* Q_smem = smem;
-    float* O_smem = Q_smem + HEAD_DIM * BLOCK_M;
-    float* K_smem = O_smem + HEAD_DIM_V * BLOCK_M;
-    float* V_smem = K_smem + BLOCK_N * HEAD_DIM;
+    float *Q_smem = smem, *O_smem = Q_smem + HEAD_DIM * BLOCK_M;
+    float *K_smem = O_smem + HEAD_DIM_V * BLOCK_M, *V_smem = K_smem + BLOCK_N * HEAD_DIM;
     const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile.invalid()) return;
     const int t = threadIdx.x, h = blockIdx.y, b = tile.b, m0 = tile.row0, query_row = m0 + t;
