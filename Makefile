@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 READY := .venv/ready
+CUDA_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' ':!experiments')
 MUTATION := .venv/mutation
 PARALLEL := -n auto --maxprocesses 8
 
-.PHONY: help setup run quick test test-all coverage mutants lint clean
+.PHONY: help setup run quick test test-all coverage mutants lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,10 +34,15 @@ coverage: $(MUTATION) ## make test, and which tests execute which line: used by 
 mutants: $(MUTATION) ## random small faults that a test should detect: ARGS="--sample 5 --seed 3"
 	$(VENV) scripts/mutants.py $(ARGS)
 
-lint: $(READY) ## ruff and mypy
+lint: $(READY) ## ruff, mypy and clang-format
 	$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
 	$(VENV) -m mypy
+	.venv/bin/clang-format --dry-run -Werror $(CUDA_SOURCES)
+
+format: $(READY) ## format Python and CUDA sources
+	$(VENV) -m ruff format
+	.venv/bin/clang-format -i $(CUDA_SOURCES)
 
 clean: ## remove .venv and the tools' caches
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
