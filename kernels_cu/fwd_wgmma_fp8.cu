@@ -11,28 +11,20 @@
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | Vt [STAGES] | mbarriers
 // clang-format on
 //
-// Vt: wgmma of 8 bits reads both operands K-major. Warps 1 to 3 use ldmatrix.trans, two byte permutations and stmatrix,
-// without bank conflicts (FlashAttention-3, section 3.3, Shah et al. 2024). The keys of Vt are in the order SLOTS
-// (fp8.cuh), in which a thread holds its scores. Even columns precede odd ones, so a thread stores four adjacent
-// columns of O.
-//
-// Accumulation: the tensor cores keep about 14 bits of a sum and round towards zero: 32 keys lower O by up to 2^-13 of
-// its value. O therefore accumulates at most SPLIT_KEYS keys in the tensor cores, and is then added in fp32 to
-// `partials` in global memory. The worst case, V = 1, has an error of 0.3% with a bfloat16 O (half a unit in the last
-// place), and 0.07% otherwise; without the split it is 1.2% after 16k keys (experiments/015_fp8).
-//
-// Deferred rescaling: m is HEADROOM bits above the score that set it. A row is rescaled only if a P exceeds
-// RESCALE_SHARE of the row sum, or the largest number of V's type: P of a dominant key must be exact. A thread
-// estimates the row sum as four times its own part, so the test needs no shuffle, and no alpha is needed otherwise.
+// Vt: wgmma of 8 bits reads both operands K-major (transpose_V.cuh). Long sums: the tensor cores accumulate O over at
+// most SPLIT_KEYS keys (partial_O.cuh). Deferred rescaling: softmax_fp8.cuh.
 #define TIMELINE_BRANCH 1  // registers are few
 #define FALLBACK_INLINE __forceinline__
 #include "fp8_hopper.cuh"
 #include "tile_scheduler.cuh"
 #include "pipeline.cuh"
 #include "non_finite.cuh"
+#include "partial_O.cuh"
 #include "score_mod.cuh"
+#include "softmax_fp8.cuh"
 #include "swizzle.cuh"
 #include "timeline.cuh"
+#include "transpose_V.cuh"
 
 constexpr int CONSUMERS = BLOCK_M / 64;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
@@ -43,25 +35,11 @@ constexpr bool PING_PONG = CONSUMERS > 1;
 // Stream-K: work tiles that do not fill a wave are split by key tiles. Not with options that need registers (spills),
 // nor if the work tiles differ in length.
 constexpr bool STREAM_K = !Head::HIDES && !RAGGED && Head::LINEAR && !DROPOUT && !(DESCALE & 7);
-constexpr float SCORE_LIMIT = 3e38f;  // limit of -m * scale while m is -INF: finite, near the largest float
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert((STAGES & STAGES - 1) == 0, "pipe_index keeps the work tile's parity in its highest bit");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
 
-// The test for rescaling uses the sums of P, which bound each P. This requires that all rows of a work tile begin with
-// the same key tile, so that m is set, and that scores are dot products, which rarely rise by 120 bits. Other problems
-// test the maximum of the scores, before the exponentials.
-constexpr bool CHECK_SUMS = Head::LINEAR && !Head::FIRST && !Head::ELEMENT_MASK;
-// Whole bits, so that P of the maximum is exact. With 5 bits, BLOCK_N / 8 equal scores do not exceed the limit.
-constexpr int HEADROOM = CHECK_SUMS && BLOCK_N > 128 ? 5 : 4;
-// P of the score that set m; the smallest P that would overflow to P_MAX.
-constexpr float RESCALE_SHARE = 1.0f / 4, P_AFTER_RESCALE = P_MAX / (1 << HEADROOM), P_OVERFLOW = 1.03f * P_MAX;
-#if defined(DTYPE_O_bfloat16)
-constexpr int SPLIT_KEYS = 4096;
-#else
-constexpr int SPLIT_KEYS = 1024;
-#endif
 constexpr int SPLIT_TILES = SPLIT_KEYS / BLOCK_N;  // key tiles that O accumulates in the tensor cores
 
 using Queries = Swizzled<64, D_PAD, 1>;
@@ -183,190 +161,6 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, un
 #endif
 }
 
-// Transposes one tile of V to Vt, 16 columns per step of a transpose warp. A row of Vt is a column of V, of each 16 the
-// even ones first; the keys are in the order SLOTS. LOADS * 32 keys are loaded before the first are stored, which hides
-// the latency of shared memory.
-__device__ __forceinline__ void transpose_V(SmemAddr V_smem, SmemAddr Vt_smem, unsigned transpose_warp) {
-    const unsigned lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-#pragma unroll 1
-    for (unsigned columns = transpose_warp; columns < HEAD_DIM_V / 16; columns += TRANSPOSE_WARPS) {
-        const SmemAddr from = V_smem + Values::chunk(lane, columns);
-        const unsigned slot = Transposed::chunk(matrix % 2 * 8 + row, matrix / 2);
-        const SmemAddr dst = Vt_smem + 16 * 128 * columns;
-#pragma unroll
-        for (unsigned keys = 0; keys < BLOCK_N / 32; keys += LOADS) {
-            unsigned pairs[LOADS][4];  // keys from 0, 8, 16 and 24
-#pragma unroll
-            for (unsigned i = 0; i < LOADS && keys + i < BLOCK_N / 32; ++i)
-                ldmatrix_x4_trans(pairs[i], from + 32 * 128 * (keys + i));
-#pragma unroll
-            for (unsigned i = 0; i < LOADS && keys + i < BLOCK_N / 32; ++i) {
-                const unsigned(&pair)[4] = pairs[i];
-                const unsigned slab = (keys + i) / 4 * Transposed::SLAB_BYTES, chunk = (keys + i) % 4 * 2;
-                stmatrix_x4(dst + (slot ^ chunk * 16) + slab,
-                            even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]),
-                            even_column(pair[2], pair[3]), odd_column(pair[2], pair[3]));
-            }
-        }
-    }
-}
-
-// Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
-struct SoftmaxState {
-    float O[HEAD_DIM_V / 2] = {};
-    float m[2] = {-INF, -INF}, l[2] = {};  // m: a raw score; l: this thread's part of the row sum, times P_MAX
-
-    // Maximum of a thread's scores in row g or g + 8, as integers: max3, four dependency chains.
-    static __device__ __forceinline__ int largest(const float (&S)[BLOCK_N / 2], int half) {
-        const auto score = [&](int k) { return static_cast<int>(__float_as_uint(S[k / 2 * 4 + half * 2 + k % 2])); };
-        int lane_max[4] = {score(0), score(1), score(2), score(3)};
-#pragma unroll
-        for (int k = 4; k < BLOCK_N / 4; k += 2)
-            lane_max[k / 2 % 4] = max3(lane_max[k / 2 % 4], score(k), score(k + 1));
-        return max(max3(lane_max[0], lane_max[1], lane_max[2]), lane_max[3]);
-    }
-    // Limit of score * exponent below which m stays: RESCALE_SHARE of the row sum, estimated from this thread's part.
-    __device__ __forceinline__ float score_limit(int half, float exponent) const {
-        const float room = LOG2_P_MAX - lg2(l[half] * (4 * RESCALE_SHARE));
-        return fmaf(m[half], exponent, -fminf(fmaxf(room, 0.0f), HEADROOM));
-    }
-    // Whether a row of the warp may need another m. Integer order is the order of non-negative floats, and any negative
-    // float is below them. Therefore a negative maximum is inconclusive if the limit is negative, too.
-    __device__ __forceinline__ bool scores_too_large(const float (&S)[BLOCK_N / 2], float exponent) const {
-        bool any = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int lane_max = largest(S, half);
-            const float limit = score_limit(half, exponent);
-            any |= __int_as_float(lane_max) * exponent > limit || (lane_max < 0 && limit < 0.0f);
-        }
-        return __any_sync(0xffffffffu, any);
-    }
-    // Raises m of the rows that need it; alpha is the factor of their O and l. Returns whether a row changed.
-    __device__ __forceinline__ bool rescale(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
-        float lane_max[2][2] = {{-INF, -INF}, {-INF, -INF}};  // two per row: shorter dependency chains
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) lane_max[i / 2 % 2][i % 2] = fmaxf(lane_max[i / 2 % 2][i % 2], S[i]);
-        bool rescaled = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float own = fmaxf(lane_max[half][0], lane_max[half][1]), highest = row_max<4>(own);
-            const bool requested = row_max<4>(own * exponent > score_limit(half, exponent) ? 1.0f : 0.0f) > 0.0f;
-            alpha[half] = 1.0f;
-            if (requested) {
-                const float m_new = highest + HEADROOM / exponent;
-                alpha[half] = m[half] == m_new ? 1.0f : ex2((m[half] - m_new) * exponent);  // equal infinities: not NaN
-                m[half] = m_new;
-                rescaled = true;
-            }
-        }
-        return __any_sync(0xffffffffu, rescaled);
-    }
-    __device__ __forceinline__ void scale_sums(const float (&alpha)[2]) {  // O and l
-        l[0] *= alpha[0], l[1] *= alpha[1];
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 2; ++i) O[i] *= alpha[i / 2 % 2];
-    }
-    // Raises m where needed, and rescales O and l.
-    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
-        float alpha[2];
-        if (rescale(S, exponent, alpha)) scale_sums(alpha);
-    }
-    // S becomes P = P_MAX * exp2((S - m) * exponent); two partial sums per row.
-    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent, float (&sums)[2][2]) {
-        float shift[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            shift[half] = fminf(fmaf(-m[half], exponent, LOG2_P_MAX), SCORE_LIMIT);  // while m is -INF, P is 0
-            sums[half][0] = sums[half][1] = 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) {
-            S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
-            sums[i / 2 % 2][i % 2] += S[i];
-        }
-    }
-    __device__ __forceinline__ void add(const float (&sums)[2][2]) {
-        l[0] += sums[0][0] + sums[0][1], l[1] += sums[1][0] + sums[1][1];
-    }
-    // Limit of P below which m stays. sums_too_large: whether a P may exceed it; no P exceeds its thread's sum.
-    __device__ __forceinline__ float max_P(int half) const {
-        return fminf(fmaxf(l[half] * (4 * RESCALE_SHARE), P_AFTER_RESCALE), P_OVERFLOW);
-    }
-    __device__ __forceinline__ bool sums_too_large(const float (&sums)[2][2]) const {
-        bool any = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) any |= fmaxf(sums[half][0], sums[half][1]) > max_P(half);
-        return __any_sync(0xffffffffu, any);
-    }
-    // Raises m of the rows that need it, after the exponentials: their largest P becomes P_AFTER_RESCALE. If P is
-    // infinite, m becomes infinite, large() is true, and the row is recomputed by non_finite.cuh.
-    __device__ __forceinline__ void rescale_after_exp(float (&P)[BLOCK_N / 2], float (&sums)[2][2], float exponent) {
-        float lane_max[2][2] = {};
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) lane_max[i / 2 % 2][i % 2] = fmaxf(lane_max[i / 2 % 2][i % 2], P[i]);
-        float alpha[2] = {1.0f, 1.0f};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float own = fmaxf(lane_max[half][0], lane_max[half][1]), highest = row_max<4>(own);
-            const bool requested = own > max_P(half) || fmaxf(sums[half][0], sums[half][1]) > P_OVERFLOW;
-            if (row_max<4>(requested ? 1.0f : 0.0f) == 0.0f) continue;
-            alpha[half] = P_AFTER_RESCALE / highest;
-            m[half] -= lg2(alpha[half]) / exponent;
-            sums[half][0] *= alpha[half], sums[half][1] *= alpha[half];
-        }
-        if (!__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) return;
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) P[i] *= alpha[i / 2 % 2];
-        scale_sums(alpha);
-    }
-    // Stores O, m and (stream-K) l to `slot` in global memory; adds them to the state. float4, coalesced over the
-    // block's consumer threads.
-    static constexpr int STRIDE = THREADS - 128, VECTORS = HEAD_DIM_V / 8 + 1;
-    __device__ __forceinline__ void store_partial_O(float4* slot, float l0 = 0.0f, float l1 = 0.0f) const {
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 8; ++i)
-            slot[i * STRIDE] = make_float4(O[4 * i], O[4 * i + 1], O[4 * i + 2], O[4 * i + 3]);
-        slot[(VECTORS - 1) * STRIDE] = make_float4(m[0], m[1], l0, l1);
-    }
-    __device__ __forceinline__ void load_partial_O(const float4* slot, float exponent) {
-        const float4 stored = slot[(VECTORS - 1) * STRIDE];
-        const float alpha[2] = {stored.x == m[0] ? 1.0f : ex2((stored.x - m[0]) * exponent),
-                                stored.y == m[1] ? 1.0f : ex2((stored.y - m[1]) * exponent)};
-        l[0] = fmaf(stored.z, alpha[0], l[0]), l[1] = fmaf(stored.w, alpha[1], l[1]);
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 8; ++i) {
-            const float4 split = slot[i * STRIDE];
-            float* const o = O + 4 * i;
-            o[0] = fmaf(split.x, alpha[0], o[0]);
-            o[1] = fmaf(split.y, alpha[0], o[1]);
-            o[2] = fmaf(split.z, alpha[1], o[2]);
-            o[3] = fmaf(split.w, alpha[1], o[3]);
-        }
-    }
-    // Raises m to `lane_max`, which is at least m. Equal infinities: alpha is 1.
-    __device__ __forceinline__ void rescale_to(const float (&lane_max)[2], float exponent) {
-        float alpha[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            alpha[half] = m[half] == lane_max[half] ? 1.0f : ex2((m[half] - lane_max[half]) * exponent);
-            m[half] = lane_max[half];
-        }
-        scale_sums(alpha);
-    }
-    // Whether |m| is too large for one FFMA: at the limit the relative error of P is 2^-5, half of its rounding error.
-    __device__ __forceinline__ bool large(float exponent) const {
-        constexpr float P_SUM_LIMIT = 128.0f;  // times the limit of is_large: 2^20
-        return Head::is_large(m[0], exponent / P_SUM_LIMIT) || Head::is_large(m[1], exponent / P_SUM_LIMIT);
-    }
-    __device__ __forceinline__ bool finite() const {
-        float zero = 0.0f;
-#pragma unroll
-        for (int i = 0; i < (Head::HIDES ? HEAD_DIM_V / 2 : 0); ++i) zero = fmaf(O[i], 0.0f, zero);
-        return zero == 0.0f;
-    }
-};
-
 extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
@@ -447,8 +241,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
                 TIMELINE(wait_empty);
                 VtPipeline::acquire(base, i);
                 TIMELINE(transpose);
-                transpose_V(base + V_AT + stage * Values::BYTES, base + VT_AT + stage * VT_BYTES,
-                            warp + TRANSPOSE_WARPS - 4);
+                transpose_V<TRANSPOSE_WARPS, BLOCK_N, HEAD_DIM_V>(base + V_AT + stage * Values::BYTES,
+                                                                  base + VT_AT + stage * VT_BYTES,
+                                                                  warp + TRANSPOSE_WARPS - 4);
                 fence_proxy_async();
                 __syncwarp();  // all lanes have read V and written Vt
                 if (lane == 0) {
@@ -480,7 +275,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         const Range own = STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64);  // seen by the warpgroup
         const int tiles = own.end - own.begin, first_own = first_own_tile(work_tile, own, tiles);
         const Range fully_visible = head.fully_visible_keys(first_row, first_row + 16);  // keys that all rows see
-        SoftmaxState softmax;
+        Fp8SoftmaxState softmax;
         // Wide heads: recompute the descriptors, which would not fit in registers.
         const auto address = [](SmemAddr tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
         const auto is_full = [&](auto pipeline, int j) {
@@ -552,10 +347,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         };
         // Slot of a block's O in `partials`; stream-K: slot gridDim.x + block is the block's partial O.
         const auto slot_of = [&](unsigned block) {
-            return reinterpret_cast<float4*>(partials) + gridDim.x +
-                   block * (SoftmaxState::VECTORS * SoftmaxState::STRIDE) + threadIdx.x - 128;
+            return PartialO<HEAD_DIM_V / 2, THREADS - 128>(partials, block);
         };
-        float4* const slot = slot_of(blockIdx.x);
+        const auto slot = slot_of(blockIdx.x);
         const auto warp_scheduler_barrier_sync = [&] { if (PING_PONG) named_barrier_sync(scheduler_barrier, 256); };
         const auto warp_scheduler_barrier_arrive = [&] {
             if (PING_PONG) named_barrier_arrive(next_scheduler_barrier, 256);
@@ -599,7 +393,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             mma_QK(S, first_own);
             finish_S(first_own);
             float unused_alpha[2];  // O and l are still 0
-            softmax.rescale(S, exponent, unused_alpha);
+            softmax.raise_max(S, exponent, unused_alpha);
             float sums[2][2];
             softmax.exponentiate(S, exponent, sums);
             softmax.add(sums);
@@ -609,8 +403,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             for (int j = first_own; j < last; ++j) {
                 const int tiles_in_O = (j - first_own) % SPLIT_TILES;  // key tiles accumulated in the tensor cores
                 if (tiles_in_O == 0 && j > first_own) {
-                    if (j - first_own > SPLIT_TILES) softmax.load_partial_O(slot, exponent);
-                    softmax.store_partial_O(slot);
+                    if (j - first_own > SPLIT_TILES) slot.add_to(softmax.O, softmax.m, softmax.l, exponent);
+                    slot.store(softmax.O, softmax.m);
                 }
                 TIMELINE(wait_V);
                 wait(VtPipeline(), j, V_full);
@@ -639,7 +433,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
             wait_PV();
             warp_scheduler_barrier_arrive();
             release(VtPipeline(), last);
-            if (last - first_own > SPLIT_TILES) softmax.load_partial_O(slot, exponent);
+            if (last - first_own > SPLIT_TILES) slot.add_to(softmax.O, softmax.m, softmax.l, exponent);
         }
         if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
 #pragma unroll 1
@@ -648,7 +442,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         pipe_index = pipe_index + work_tile.tiles ^ 1u << 31;
         unsigned* const counters = reinterpret_cast<unsigned*>(partials);
         if (STREAM_K && epilogue_info.continued) {
-            softmax.store_partial_O(slot_of(gridDim.x + blockIdx.x), softmax.l[0], softmax.l[1]);
+            slot_of(gridDim.x + blockIdx.x).store(softmax.O, softmax.m, softmax.l[0], softmax.l[1]);
             named_barrier_sync(consumer_barrier, 128);
             if (warp % 4 == 0 && lane == 0) counter_arrive(counters + 4 * blockIdx.x + consumer);
             continue;
@@ -658,13 +452,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
 #pragma unroll 1
             for (unsigned block = epilogue_info.first; block < blockIdx.x; ++block) {
                 counter_wait(counters + 4 * block + consumer, 1);
-                const float4 stored = slot_of(gridDim.x + block)[(SoftmaxState::VECTORS - 1) * SoftmaxState::STRIDE];
+                const float4 stored = slot_of(gridDim.x + block).row_stats();
                 lane_max[0] = fmaxf(lane_max[0], stored.x), lane_max[1] = fmaxf(lane_max[1], stored.y);
             }
             softmax.rescale_to(lane_max, exponent);
 #pragma unroll 1
             for (unsigned block = epilogue_info.first; block < blockIdx.x; ++block)
-                softmax.load_partial_O(slot_of(gridDim.x + block), exponent);
+                slot_of(gridDim.x + block).add_to(softmax.O, softmax.m, softmax.l, exponent);
         }
 
         const Head scaled(score, epilogue_info.b, epilogue_info.h);

@@ -142,8 +142,8 @@ UNWRITTEN = {  # parts of V in fwd_wgmma_fp8, which transpose warps write
         "shared memory read before",
     ),
     "partly transposed": (
-        "columns += TRANSPOSE_WARPS",
-        "columns += 2 * TRANSPOSE_WARPS",
+        "transpose_V<TRANSPOSE_WARPS,",
+        "transpose_V<2 * TRANSPOSE_WARPS,",
         "wgmma reads shared memory + ",
     ),
 }

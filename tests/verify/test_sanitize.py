@@ -65,8 +65,8 @@ FAULTS = {
         "O depends on uninitialised local variables", "l[i] *= alpha;",
     ),
     "uninitialised member of a local structure": (
-        "fwd_wgmma_fp8", "m[2] = {-INF, -INF}, l[2] = {};", "m[2], l[2] = {};", "uninitialised",
-        "O depends on uninitialised local variables", "fmaf(m[half], exponent,",
+        "fwd_mma", "l[mt][0] = l[mt][1] = 0.0f;", "l[mt][0] = 0.0f;", "uninitialised",
+        "O depends on uninitialised local variables", "",
     ),
     "missing wait": (
         "fwd_mma", "cp_async_wait<0>();", "", "address",
