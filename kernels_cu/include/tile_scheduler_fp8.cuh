@@ -1,0 +1,79 @@
+// Tile scheduler of fwd_wgmma_fp8: static persistent, and stream-K for the last wave.
+#pragma once
+#include "stream_k.cuh"
+#include "tile_scheduler.cuh"
+
+// Stream-K: work tiles that do not fill a wave are split by key tiles. Not with options that need registers (spills),
+// nor if the work tiles differ in length.
+constexpr bool STREAM_K = !Head::HIDES && !RAGGED && Head::LINEAR && !DROPOUT && !(DESCALE & 7);
+
+struct alignas(16) TileInfo {  // a work tile: query rows m0 .. end - 1 of head h of batch entry b; invalid if b < 0
+    int b, h, m0, end;
+    Range split;    // stream-K: this block's range of key tiles
+    int first;      // stream-K, if split.begin > 0: the first block that has key tiles of this work tile
+    int continued;  // stream-K: whether the next block has key tiles of this work tile
+};
+__device__ __forceinline__ TileInfo uniform(const TileInfo& info) {  // uniform over the warp
+    const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
+    return {same(info.b), same(info.h), same(info.m0), same(info.end), {same(info.split.begin), same(info.split.end)}};
+}
+
+struct WorkTileRange : TileInfo {  // and the key tiles that it sees
+    Range range;
+    int tiles;
+    __device__ __forceinline__ WorkTileRange(const TileInfo& info, const Score& score)
+        : TileInfo(info), range(STREAM_K ? split : n_block_range(Head(score, b, h), m0, end)),
+          tiles(range.end - range.begin) {}
+    // First key of the j-th key tile in the order of the mainloop.
+    __device__ __forceinline__ int keys_at(int j) const {
+        return (STREAM_K || Head::FIRST ? range.begin + j : j) * BLOCK_N;
+    }
+};
+
+// Index j of the first key tile that this consumer's rows see; earlier ones belong to other consumers.
+__device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own, int tiles) {
+    return tiles > 0 && Head::FIRST ? own.begin - work_tile.range.begin : 0;
+}
+
+// Calls f(work_tile) with each work tile of the block (static persistent scheduler).
+//
+// The query tile with fewer than BLOCK_M rows is inefficient: 64 rows take 0.6 of the time of 192. Causal: it is the
+// head's first tile, which sees the fewest keys. Otherwise it is the last one, and each wave shifts the blocks by one,
+// so that all blocks have the same number of them. The first full_wave_tiles work tiles are processed whole, the others
+// by stream-K (stream_k.cuh).
+template <class F>
+__device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, unsigned full_wave_tiles,
+                                                       const Score& score, F f) {
+    const unsigned tiles = query_tiles<BLOCK_M>(score);
+#if RAGGED
+    for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
+        const RowTile tile_rows = query_tile<BLOCK_M>(score, tile, 0);
+        if (!tile_rows.invalid())
+            f(WorkTileRange({tile_rows.b, head, tile_rows.row0, tile_rows.row0 + BLOCK_M}, score));
+    });
+#else
+    const auto work_tile = [&](int head, int row, Range split = {}, unsigned first = 0, bool continued = false) {
+        const int first_block = static_cast<int>(first);
+        return WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, split, first_block, continued}, score);
+    };
+    if constexpr (CAUSAL) {
+        const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
+        for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
+            f(work_tile(head, static_cast<int>(tile * BLOCK_M) - beyond));
+        });
+    } else {
+        const int keys = (score.Sk + BLOCK_N - 1) / BLOCK_N;
+#pragma unroll 1
+        for (unsigned wave = 0, own = blockIdx.x; wave < full_wave_tiles;
+             wave += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
+            if (const unsigned i = wave + own; i < full_wave_tiles)
+                f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, keys}));
+        if constexpr (STREAM_K)
+            for_each_stream_k_range(heads * tiles - full_wave_tiles, keys,
+                                    [&](unsigned split_tile, Range split, unsigned first, bool continued) {
+                const unsigned i = full_wave_tiles + split_tile;
+                f(work_tile(i / tiles, i % tiles * BLOCK_M, split, first, continued));
+            });
+    }
+#endif
+}
