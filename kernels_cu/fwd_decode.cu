@@ -30,7 +30,7 @@
 // kernel, 2 … 4 us, if it makes one wave.
 #include "mma_smem.cuh"
 #include "softmax_mma.cuh"
-#include "split_kv.cuh"
+#include "combine.cuh"
 #include "cluster.cuh"
 #if FLOAT8
 #include "fp8.cuh"
@@ -236,7 +236,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
     const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
     const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                     // (B, H, Sq), contiguous
-    float* partials,                                // Partials of split_kv.cuh; not used with one split
+    float* partials,                                // Partials of combine.cuh; not used with one split
     int H,
     int group,   // H / Hk
     int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries
@@ -308,7 +308,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(
     const __grid_constant__ View<dtype_o> O,  // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                               // (B, H, Sq), contiguous
-    float* partials,                          // Partials of split_kv.cuh
+    float* partials,                          // Partials of combine.cuh
     int H, int splits, const __grid_constant__ Score score) {
     combine_splits(O, LSE, partials, H, splits, score);
 }

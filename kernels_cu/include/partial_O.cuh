@@ -6,7 +6,7 @@
 //               last place), and 0.07% otherwise; without the split it is 1.2% after 16k keys (experiments/015_fp8).
 //   stream-K    blocks that share a work tile exchange their partial O (stream_k.cuh).
 #pragma once
-#include "softmax.cuh"
+#include "softmax_rows.cuh"
 
 #if defined(DTYPE_O_bfloat16)
 constexpr int SPLIT_KEYS = 4096;

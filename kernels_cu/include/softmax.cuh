@@ -1,75 +1,10 @@
-// Online softmax of wgmma accumulators, with deferred rescaling: P is computed with the maximum m of the row's first
-// tile, and m is raised only if a P is too large.
-//
-//   rescale_factor, softmax_shift     alpha, and the exponent of P
-//   RowSoftmax<Fragment>              maxima, rescaling and finite results, for any layout of the accumulator
-//   SoftmaxState                      O, m and l of a consumer thread of fwd_wgmma; softmax_fp8.cuh has that of
-//                                     fwd_wgmma_fp8
-//
-// m is the maximum of raw scores, and l a thread's part of the row sum. The parameter `exponent` is the factor of raw
-// scores in exp2, unit * log2(e) (score_mod.cuh).
+// Online softmax of a wgmma accumulator, with deferred rescaling: P is computed with the maximum m of the row's first
+// tile, and m is raised only if the sum of a tile's P exceeds P_SUM_LIMIT.
 #pragma once
-#include "score_mod.cuh"
+#include "softmax_rows.cuh"
 
 // Limit of the sum of one thread's P in a row of a tile. If no sum exceeds it, every P fits in fp16 (max 65504).
 constexpr float P_SUM_LIMIT = 16384.0f;
-constexpr float SCORE_LIMIT = 3e38f;  // upper limit of -m * exponent, for m = -INF: finite, near the largest float
-
-// The factor alpha = e^(m_old - m_new) of sums under an old maximum.
-__device__ __forceinline__ float rescale_factor(float m_old, float m_new, float exponent) {
-    return m_old == m_new ? 1.0f : ex2((m_old - m_new) * exponent);  // for equal infinities 1, not NaN
-}
-// P = exp2(S * exponent + shift). While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and exceeds any
-// limit elsewhere. With log2_factor, P is multiplied by 2^log2_factor.
-__device__ __forceinline__ float softmax_shift(float m, float exponent) { return fminf(-m * exponent, SCORE_LIMIT); }
-__device__ __forceinline__ float softmax_shift(float m, float exponent, float log2_factor) {
-    return fminf(fmaf(-m, exponent, log2_factor), SCORE_LIMIT);
-}
-// P = exp2((S - finite_max(m)) * exponent): accurate for any |m|. While m is -INF, P is 0, not NaN.
-__device__ __forceinline__ float finite_max(float m) { return m == -INF ? 0.0f : m; }
-
-// Layouts of an accumulator: of how many rows a thread has elements, and which of these rows register i belongs to.
-struct QueryRows {  // S = Q K^T and O = P V: rows g and g + 8 of the warp's 16
-    static constexpr int ROWS = 2;
-    static constexpr __device__ int row(int i) { return i / 2 % 2; }
-};
-template <int QUERIES>
-struct QueryColumns {  // S^T = K Q^T and O^T = V^T P^T: columns 2q and 2q + 1 of every 8
-    static constexpr int ROWS = QUERIES / 4;
-    static constexpr __device__ int row(int i) { return i / 4 * 2 + i % 2; }
-};
-
-template <class Fragment>
-struct RowSoftmax {
-    static constexpr int ROWS = Fragment::ROWS;
-    // lane_max = max(lane_max, the thread's elements of S), per row; with two numbers per row, of the even and of the
-    // odd elements: shorter dependency chains.
-    template <int N>
-    static __device__ __forceinline__ void max_of(float (&lane_max)[ROWS], const float (&S)[N]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) lane_max[Fragment::row(i)] = fmaxf(lane_max[Fragment::row(i)], S[i]);
-    }
-    template <int N>
-    static __device__ __forceinline__ void max_of(float (&lane_max)[ROWS][2], const float (&S)[N]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-            lane_max[Fragment::row(i)][i % 2] = fmaxf(lane_max[Fragment::row(i)][i % 2], S[i]);
-    }
-    template <int N>
-    static __device__ __forceinline__ void scale_O(float (&O)[N], const float (&alpha)[ROWS]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) O[i] *= alpha[Fragment::row(i)];
-    }
-};
-
-// Whether all elements are finite: 0 * O is then 0, otherwise NaN. CHAINS dependency chains, one or four.
-template <int CHAINS, int N>
-__device__ __forceinline__ bool all_finite(const float (&O)[N]) {
-    float zero[4] = {};
-#pragma unroll
-    for (int i = 0; i < N; ++i) zero[i % CHAINS] = fmaf(O[i], 0.0f, zero[i % CHAINS]);
-    return (CHAINS == 1 ? zero[0] : (zero[0] + zero[1]) + (zero[2] + zero[3])) == 0.0f;
-}
 
 // Softmax state of a consumer thread of fwd_wgmma, with its part of O.
 struct SoftmaxState : RowSoftmax<QueryRows> {
