@@ -26,20 +26,21 @@
 #include "pipeline.cuh"
 #include "non_finite.cuh"
 #include "score_mod.cuh"
+#include "softmax_rows.cuh"
 #include "swizzle.cuh"
 #include "bwd_fragment.cuh"
 
 constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads of the warpgroup; with the load warp
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
 constexpr int N = BLOCK_M / 2;                // a thread's accumulators of S^T, and of 64 columns of O^T
-constexpr int ROWS_PER_THREAD = BLOCK_M / 4;  // packed rows that these belong to
+using Fragment = QueryColumns<BLOCK_M>;       // of S^T and O^T: columns are packed rows
+constexpr int ROWS_PER_THREAD = Fragment::ROWS;
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P; and 64 columns of O
 constexpr bool OVERLAP_QK = BLOCK_M <= 32;  // S^T of the next tile before O^T of this one; with 64 rows it spills
-constexpr float P_SUM_LIMIT = 16384.0f;     // of P: fp16 holds it (max 65504)
-constexpr float SCORE_LIMIT = 3e38f;
+constexpr float P_LIMIT = 16384.0f;         // fp16 holds it (max 65504)
 constexpr unsigned CONSUMER_BARRIER = 1, BARRIERS_READY = 2;  // named barriers
 static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
 static_assert(Values::SLABS <= 2, "O finds room where P was");
@@ -64,7 +65,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 
 // own_row: which of the thread's rows element k of S^T or O^T belongs to. row_of: row of the tile, r-th of lanes 4 g +
 // q.
-__device__ constexpr int own_row(int k) { return k / 4 * 2 + k % 2; }
+__device__ constexpr int own_row(int k) { return Fragment::row(k); }
 __device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
 
 template <bool DIFFERENCES>
@@ -106,6 +107,31 @@ struct WorkTileRange {
     }
 };
 
+// The thread that loads K and V of all work tiles.
+__device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& K, const View<const dtype>& V,
+                                        const TensorMap& K_map, const TensorMap& V_map, int row_tiles, int work_tiles,
+                                        int Hk, int group, const Score& score) {
+    unsigned next_pipe_index = 0;  // index in the pipeline of the next key tile
+#pragma unroll 1
+    for (int number = blockIdx.x; number < work_tiles; number += gridDim.x) {
+        const WorkTileRange work_tile(number, row_tiles, Hk, group, score);
+        // The tensor map of a broadcast dimension (stride 0) has size 1.
+        const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
+                              unsigned tile, int j) {
+            const unsigned stage = stage_of(next_pipe_index);
+            pipeline.acquire(base, next_pipe_index);
+            tiles.load(base + tile + stage * tiles.BYTES, map, work_tile.first_key(j),
+                       tensor.stride_h ? work_tile.h : 0, tensor.stride_b ? work_tile.b : 0,
+                       pipeline.full(base, stage));
+        };
+#pragma unroll 1
+        for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
+            load(Keys(), KPipeline(), K_map, K, K_AT, j);
+            load(Values(), VPipeline(), V_map, V, V_AT, j);
+        }
+    }
+}
+
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
@@ -130,25 +156,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         if (leader) init_barriers(base);
         __syncwarp();  // the mbarriers are initialised
         named_barrier_arrive(BARRIERS_READY, THREADS);
-        if (!leader) return;
-#pragma unroll 1
-        for (int number = blockIdx.x; number < work_tiles; number += gridDim.x) {
-            const WorkTileRange work_tile(number, row_tiles, Hk, group, score);
-            // The tensor map of a broadcast dimension (stride 0) has size 1.
-            const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
-                                  unsigned tile, int j) {
-                const unsigned stage = stage_of(next_pipe_index);
-                pipeline.acquire(base, next_pipe_index);
-                tiles.load(base + tile + stage * tiles.BYTES, map, work_tile.first_key(j),
-                           tensor.stride_h ? work_tile.h : 0, tensor.stride_b ? work_tile.b : 0,
-                           pipeline.full(base, stage));
-            };
-#pragma unroll 1
-            for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
-                load(Keys(), KPipeline(), K_map, K, K_AT, j);
-                load(Values(), VPipeline(), V_map, V, V_AT, j);
-            }
-        }
+        if (leader) load_KV(base, K, V, K_map, V_map, row_tiles, work_tiles, Hk, group, score);
         return;
     }
 
@@ -213,7 +221,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             for (int r = 0; r < ROWS_PER_THREAD; ++r) {
                 float top = m[r];
                 for (int w = 0; w < 4; ++w) top = fmaxf(top, warp_stats[w * BLOCK_M + row_of(r, q)]);
-                const float alpha = m[r] == top ? 1.0f : ex2((m[r] - top) * exponent);  // equal infinities: not NaN
+                const float alpha = rescale_factor(m[r], top, exponent);
                 m[r] = top, l[r] *= alpha, scale_O(r, alpha);
             }
             large = false;
@@ -291,11 +299,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 float max_P = 0.0f;
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
-                    // While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and exceeds the limit
-                    // elsewhere.
                     const float top = m[own_row(k)];
-                    if constexpr (of_differences.YES) S[k] = ex2((S[k] - (top == -INF ? 0.0f : top)) * exponent);
-                    else S[k] = ex2(fmaf(S[k], exponent, fminf(-top * exponent, SCORE_LIMIT)));
+                    if constexpr (of_differences.YES) S[k] = ex2((S[k] - finite_max(top)) * exponent);
+                    else S[k] = ex2(fmaf(S[k], exponent, softmax_shift(top, exponent)));
                     max_P = fmaxf(max_P, S[k]);
                 }
                 unsigned pairs[BLOCK_M / 16][4];
@@ -304,7 +310,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                     pairs[k / 8][k / 2 % 4] = pack(apply_dropout(k, S[k], key), apply_dropout(k + 1, S[k + 1], key));
                 store_transposed<Pairs>(base + P_AT + pipe_index % 2 * Pairs::BYTES, warp * 2, pairs);
                 fence_proxy_async();
-                return max_P > P_SUM_LIMIT;
+                return max_P > P_LIMIT;
             };
             if (!OVERLAP_QK) {
                 mma_KQ(pipe_index);
@@ -353,7 +359,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         }
         bool non_finite = false;
 #pragma unroll
-        for (int slab = 0; slab < Values::SLABS; ++slab) non_finite |= !finite(O_acc[slab]);
+        for (int slab = 0; slab < Values::SLABS; ++slab) non_finite |= !all_finite<1>(O_acc[slab]);
 #pragma unroll 1
         for (int lanes = 4; lanes < 32; lanes *= 2)
 #pragma unroll
