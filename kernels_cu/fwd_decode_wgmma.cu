@@ -29,6 +29,7 @@
 #include "softmax_rows.cuh"
 #include "swizzle.cuh"
 #include "bwd_fragment.cuh"
+#include "packed_rows.cuh"
 
 constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads of the warpgroup; with the load warp
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
@@ -71,40 +72,6 @@ __device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 +
 template <bool DIFFERENCES>
 struct Differences {
     static constexpr bool YES = DIFFERENCES;
-};
-
-// A work tile: packed rows row0 .. rows_end - 1 of key/value head h, and the key tiles that they see.
-struct WorkTileRange {
-    int row0, rows_end, h, b, begin, tiles;
-    int group, first_query, first_head;  // of row 0 of the tile: its query, and its head within the group
-    __device__ __forceinline__ WorkTileRange(int number, int row_tiles, int Hk, int group, const Score& score)
-        : group(group) {
-        row0 = number % row_tiles * BLOCK_M, h = number / row_tiles % Hk, b = number / row_tiles / Hk;
-        first_query = row0 / group, first_head = row0 % group;
-        const Head group_head(score, b, h * group);
-        rows_end = min(row0 + BLOCK_M, group_head.Sq * group);
-        const Range keys = group_head.keys(first_query, end_of_queries());
-        begin = keys.begin / BLOCK_N;
-        tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-    }
-    __device__ __forceinline__ int number(int row_tiles, int Hk) const {
-        return (b * Hk + h) * row_tiles + row0 / BLOCK_M;
-    }
-    __device__ __forceinline__ int end_of_queries() const { return query(rows_end - 1 - row0) + 1; }
-    // First key of the j-th key tile. Descending: the tiles that need a mask come first.
-    __device__ __forceinline__ int first_key(int j) const { return (begin + tiles - 1 - j) * BLOCK_N; }
-    // Query and head of a row of the tile. The quotient of so few rows is exact in fp32; an integer division takes 30
-    // instructions.
-    __device__ __forceinline__ int query(int row) const { return first_query + queries_after(row); }
-    __device__ __forceinline__ int head(int row) const {
-        return h * group + first_head + row - queries_after(row) * group;
-    }
-    __device__ __forceinline__ bool has(int row) const { return row0 + row < rows_end; }
-
-  private:
-    __device__ __forceinline__ int queries_after(int row) const {
-        return static_cast<int>((first_head + row + 0.5f) * reciprocal(static_cast<float>(group)));
-    }
 };
 
 // The thread that loads K and V of all work tiles.
