@@ -86,10 +86,10 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
                                                 const View<const dtype>& K, const View<const dtype_v>& V,
                                                 const TensorMap& Q_map, const TensorMap& K_map, const TensorMap& V_map,
                                                 unsigned heads, int H, int group, int full_wave_tiles,
-                                                const Score& score) {
+                                                float* partials, const Score& score) {
     unsigned work_tiles = 0, pipe_index = 0;  // earlier work tiles, and key tiles of these
     unsigned* const has_tile = reinterpret_cast<unsigned*>(smem + HAS_TILE_AT);
-    for_each_fp8_work_tile(heads, H, full_wave_tiles, score, [&](const WorkTileRange& work_tile) {
+    for_each_fp8_work_tile(heads, H, full_wave_tiles, partials, score, [&](const WorkTileRange& work_tile) {
         const int h = work_tile.h / group, b = work_tile.b;
         const SeqlenInfo sequence(score, b);
         // The tensor map of a broadcast dimension (stride 0) has size 1.
@@ -308,11 +308,12 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, SmemAddr base, un
         const TileInfo epilogue_info = tile_info(smem, consumer, pipe_index >> 31);  // read again: saves registers
         pipe_index = pipe_index + work_tile.tiles ^ 1u << 31;
         const StreamK stream_k{partials, consumer};
-        if (STREAM_K && epilogue_info.continued) {
-            stream_k.publish(softmax, consumer_barrier, warp % 4 == 0 && lane == 0);
+        if (STREAM_K && epilogue_info.split.end * BLOCK_N < score.Sk) {  // the next block has key tiles, too
+            stream_k.publish(softmax, epilogue_info.block, consumer_barrier, warp % 4 == 0 && lane == 0);
             continue;
         }
-        if (STREAM_K && epilogue_info.split.begin > 0) stream_k.merge(softmax, epilogue_info.first, exponent);
+        if (STREAM_K && epilogue_info.split.begin > 0)
+            stream_k.merge(softmax, epilogue_info.first, epilogue_info.block, exponent);
 
         const Head scaled(score, epilogue_info.b, epilogue_info.h);
         // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite, or have very large scores, are
@@ -348,7 +349,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
-            load_work_tiles(smem, base, Q, K, V, Q_map, K_map, V_map, heads, H, group, full_wave_tiles, score);
+            load_work_tiles(smem, base, Q, K, V, Q_map, K_map, V_map, heads, H, group, full_wave_tiles, partials,
+                            score);
         } else if (warp >= 4 - TRANSPOSE_WARPS) {
             transpose_tiles(smem, base, warp, lane);
         }

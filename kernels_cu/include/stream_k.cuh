@@ -1,26 +1,32 @@
 // Stream-K: the key tiles of work tiles that do not fill a wave are divided evenly over all blocks. A block has a range
 // of them, from one work tile or several, and processes the last one first. The last block of a work tile finalizes it;
-// by then the other blocks have usually stored their partial O.
+// by then the other blocks have usually stored their partial O. The number of a block in this order is a ticket, drawn
+// when the block begins its range: a block then waits only for blocks that run, in whatever order the GPU starts them.
 #pragma once
 #include <hopper.cuh>
 #include "partial_O.cuh"
 
-// Calls f(i, key tiles, first, continued) for the block's ranges of key tiles, of `keys` for each of `count` work
-// tiles. i: the work tile; first: the first block that has key tiles of it; continued: whether the next block has some.
+// Calls f(i, key tiles, first) for the ranges of key tiles of block `block`, of `keys` for each of `count` work tiles.
+// i: the work tile; first: the first block that has key tiles of it.
 template <class F>
-__device__ __forceinline__ void for_each_stream_k_range(unsigned count, unsigned keys, F f) {
-    const unsigned split_tiles = count * keys, begin = blockIdx.x * split_tiles / gridDim.x;
+__device__ __forceinline__ void for_each_stream_k_range(unsigned block, unsigned count, unsigned keys, F f) {
+    const unsigned split_tiles = count * keys, begin = block * split_tiles / gridDim.x;
 #pragma unroll 1
-    for (unsigned end = (blockIdx.x + 1) * split_tiles / gridDim.x; end > begin;) {
+    for (unsigned end = (block + 1) * split_tiles / gridDim.x; end > begin;) {
         const unsigned i = (end - 1) / keys, tile_begin = i * keys, from = max(begin, tile_begin);
         f(i, Range{static_cast<int>(from - tile_begin), static_cast<int>(end - tile_begin)},
-          ((tile_begin + 1) * gridDim.x - 1) / split_tiles, end - tile_begin < keys);
+          ((tile_begin + 1) * gridDim.x - 1) / split_tiles);
         end = from;
     }
 }
 
+// A ticket. Its counter is the fourth of block 0, which has no fourth consumer.
+__device__ __forceinline__ unsigned draw_ticket(float* partials) {
+    return atomicAdd(reinterpret_cast<unsigned*>(partials) + 3, 1u);
+}
+
 // The partial O of blocks that share a work tile: slot gridDim.x + block of `partials`, and one counter for each of at
-// most four consumer warpgroups. STATE: its O, m and l, and rescale_to.
+// most three consumer warpgroups. State: its O, m and l, and rescale_to.
 template <class State, int THREADS>
 struct StreamKExchange {
     using Slot = PartialO<sizeof(State::O) / sizeof(float), THREADS>;
@@ -32,23 +38,24 @@ struct StreamKExchange {
         return reinterpret_cast<unsigned*>(partials) + 4 * block + consumer;
     }
     // Stores the partial O of a consumer warpgroup. `barrier`: a named barrier of its threads.
-    __device__ __forceinline__ void publish(const State& softmax, unsigned barrier, bool leader) const {
-        slot(blockIdx.x).store(softmax.O, softmax.m, softmax.l[0], softmax.l[1]);
+    __device__ __forceinline__ void publish(const State& softmax, unsigned block, unsigned barrier,
+                                            bool leader) const {
+        slot(block).store(softmax.O, softmax.m, softmax.l[0], softmax.l[1]);
         named_barrier_sync(barrier, 128);  // all 128 threads have stored their part
-        if (leader) counter_arrive(counter(blockIdx.x));
+        if (leader) counter_arrive(counter(block));
     }
-    // Adds the partial O of blocks first .. blockIdx.x - 1.
-    __device__ __forceinline__ void merge(State& softmax, unsigned first, float exponent) const {
+    // Adds the partial O of blocks first .. end - 1.
+    __device__ __forceinline__ void merge(State& softmax, unsigned first, unsigned end, float exponent) const {
         float m_new[2] = {softmax.m[0], softmax.m[1]};
 #pragma unroll 1
-        for (unsigned block = first; block < blockIdx.x; ++block) {
+        for (unsigned block = first; block < end; ++block) {
             counter_wait(counter(block), 1);
             const float4 stored = slot(block).row_stats();
             m_new[0] = fmaxf(m_new[0], stored.x), m_new[1] = fmaxf(m_new[1], stored.y);
         }
         softmax.rescale_to(m_new, exponent);
 #pragma unroll 1
-        for (unsigned block = first; block < blockIdx.x; ++block)
+        for (unsigned block = first; block < end; ++block)
             slot(block).add_to(softmax.O, softmax.m, softmax.l, exponent);
     }
 };

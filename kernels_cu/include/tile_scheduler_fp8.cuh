@@ -11,7 +11,7 @@ struct alignas(16) TileInfo {  // a work tile: query rows m0 .. end - 1 of head 
     int b, h, m0, end;
     Range split;    // stream-K: this block's range of key tiles
     int first;      // stream-K, if split.begin > 0: the first block that has key tiles of this work tile
-    int continued;  // stream-K: whether the next block has key tiles of this work tile
+    int block;      // stream-K: the number of this block
 };
 __device__ __forceinline__ TileInfo uniform(const TileInfo& info) {  // uniform over the warp
     const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
@@ -43,7 +43,7 @@ __device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Ra
 // by stream-K (stream_k.cuh).
 template <class F>
 __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, unsigned full_wave_tiles,
-                                                       const Score& score, F f) {
+                                                       float* partials, const Score& score, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
     for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
@@ -52,9 +52,8 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, un
             f(WorkTileRange({tile_rows.b, head, tile_rows.row0, tile_rows.row0 + BLOCK_M}, score));
     });
 #else
-    const auto work_tile = [&](int head, int row, Range split = {}, unsigned first = 0, bool continued = false) {
-        const int first_block = static_cast<int>(first);
-        return WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, split, first_block, continued}, score);
+    const auto work_tile = [&](int head, int row, Range split = {}, int first = 0, int block = 0) {
+        return WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, split, first, block}, score);
     };
     if constexpr (CAUSAL) {
         const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
@@ -68,12 +67,13 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, un
              wave += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
             if (const unsigned i = wave + own; i < full_wave_tiles)
                 f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, keys}));
-        if constexpr (STREAM_K)
-            for_each_stream_k_range(heads * tiles - full_wave_tiles, keys,
-                                    [&](unsigned split_tile, Range split, unsigned first, bool continued) {
+        if (const unsigned count = heads * tiles - full_wave_tiles; STREAM_K && count > 0) {
+            const unsigned block = draw_ticket(partials);
+            for_each_stream_k_range(block, count, keys, [&](unsigned split_tile, Range split, unsigned first) {
                 const unsigned i = full_wave_tiles + split_tile;
-                f(work_tile(i / tiles, i % tiles * BLOCK_M, split, first, continued));
+                f(work_tile(i / tiles, i % tiles * BLOCK_M, split, static_cast<int>(first), static_cast<int>(block)));
             });
+        }
     }
 #endif
 }

@@ -176,6 +176,8 @@ def test_partial_sums_of_other_blocks_are_waited_for() -> None:
     assert kernel.numbers["full_wave_tiles"](problem, tile) == 0
     report = launch_on_host("thread", kernel, problem, tile)[0]
     assert report.clean, report.text
+    in_any_order = on_host("orders", kernel, problem, tile, timeout=60)
+    assert in_any_order.clean, in_any_order.findings
 
 
 @pytest.mark.parametrize("sent", [True, False])
