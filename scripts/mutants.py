@@ -19,6 +19,7 @@ import os
 import queue
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,7 @@ GROUPS = ("host", "kernels")
 TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all"}}
 # Mutations of these files affect cache keys, so their tests run with an empty cache.
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
+_GONE = re.compile(r"^ERROR: not found: .*?/(tests/.*)$", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - |$)", re.MULTILINE)
 
 
@@ -120,28 +122,34 @@ class Copy:
         """(the first test that fails, pytest's output), or None if all pass. A run that hangs or crashes fails."""
         chosen = self.root.parent / "tests.txt"
         chosen.write_text("\n".join(tests))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
-        arguments = [f"@{chosen}"] if all("::" in test for test in tests) else tests[0].split(" -k ")
-        if len(arguments) == 2:
-            arguments.insert(1, "-k")
-            arguments[2] = arguments[2].strip("'\"")
-        process = subprocess.Popen(
-            [*command, *arguments], cwd=self.root, env=environment, start_new_session=True, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._running = process
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return "a test that does not end", ""
-        finally:
-            self.stop()
-        if process.returncode == 0:
+        status, output = self._pytest(
+            shlex.split(tests[0]) if " -k " in tests[0] else [f"@{chosen}"], environment, limit
+        )
+        if status == 0:
             return None
-        if process.returncode > 2:  # of pytest itself: an argument that is wrong, or no test
+        if status == 4 and (gone := set(_GONE.findall(output))):  # tests with parameters that the mutation removes
+            functions = {test.partition("[")[0] for test in gone}
+            left = [test for test in tests if test.partition("[")[0] not in functions]
+            return self.failure(left, environment, limit) if left and len(left) < len(tests) else None
+        if status > 2:  # of pytest itself: an argument that is wrong, or no test
             raise RuntimeError(f"pytest failed:\n{output[-2000:]}")
         found = _FAILED.search(output)
-        return (found[1] if found else f"a crash, exit status {process.returncode}"), output
+        return (found[1] if found else f"exit status {status}"), output
+
+    def _pytest(self, arguments: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
+        """(exit status, output)"""
+        self._running = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments],
+            cwd=self.root, env=environment, start_new_session=True, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = self._running.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return 1, "a test did not end"
+        finally:
+            self.stop()
+        return self._running.returncode, output
 
 
 def does_not_compile(output: str) -> bool:

@@ -194,3 +194,25 @@ def test_the_score_counts_by_folder() -> None:
     rows = [row, *noticed, {**row, "begin": 1, "equivalent": "both are 2"}]
     assert "| sandbox/core | 2 | 1 | 2 | 1 |" in mutation_score.text(rows).splitlines()
     assert "both are 2" in mutation_score.text(rows)
+
+
+def test_parameters_that_a_mutation_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tests are left out: that they do not exist is no detection."""
+    files = {
+        "sandbox/__init__.py": "",
+        "sandbox/core/__init__.py": "NAMES = 'a', 'b'\n",
+        "tests/core/test_names.py": (
+            "import pytest\nfrom sandbox.core import NAMES\n\n"
+            "@pytest.mark.parametrize('name', NAMES)\ndef test_name(name):\n    assert name\n\n"
+            "def test_other():\n    assert NAMES\n"
+        ),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for module in (mutants, mutation_tests):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    options = argparse.Namespace(tier="test", seconds=10.0, jobs=1, seed=0)
+    each = mutation.of("sandbox/core/__init__.py", "NAMES = 'a', 'b'\n", mutation.Change("names", 8, "'a'", "'c'"))
+    row = mutants.Examiner(tmp_path / "copies", list(files), options).row(each)
+    assert (row["outcome"], row["tests"]) == ("survived", "3 of 3")
