@@ -53,9 +53,9 @@ def done(*command: str | Path, quiet: bool = False, timeout: float | None = None
 
 
 def install(*requirements: str, quiet: bool = False) -> bool:
-    return done(
-        PYTHON, "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check", *requirements, quiet=quiet
-    )
+    # Python compiles what is imported; compiling all files of torch takes longer than unpacking it.
+    options = ("-qq", "--no-compile", "--no-input", "--disable-pip-version-check")
+    return done(PYTHON, "-m", "pip", "install", *options, *requirements, quiet=quiet)
 
 
 def choose_cuda() -> tuple[str, str]:

@@ -92,6 +92,8 @@ def sampling_period(item: pytest.Item) -> int:
         return 1
     marker = item.get_closest_marker("sampled")
     period: int = marker.args[0] if marker else 1
+    if marker and period == 1:
+        return 1
     complete = ALL_WIDTHS and item.path.name == "test_widths.py"
     if "spill" in item.name or complete or item.path.parent.name not in ("engine", "cpu"):  # or only compiles
         return period

@@ -161,7 +161,9 @@ def distributed():
 
 @every_call
 def test_distributed_tensors_are_refused(call, distributed) -> None:
-    whole = torch.distributed.tensor.distribute_tensor(Q, distributed)
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = distribute_tensor(Q, distributed)
     for arrays in ((whole, whole, whole), (Q, whole, whole), (whole, K, V)):
         with pytest.raises(UnsupportedProblem, match=r"attention does not take a DTensor: pass .*to_local\(\)"):
             call(*arrays)
