@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import UnsupportedProblem
 from ..launch.dlpack import library_of
 from .dispatch import known, run_backward, run_forward
-from .options import BACKWARD, CU_SEQLENS, DEFAULT, PAGED, Options, check_keywords, collect, paged, ragged, replace
+from .options import (
+    BACKWARD,
+    CU_SEQLENS,
+    PAGED,
+    Options,
+    check_keywords,
+    collect,
+    paged,
+    plain_options,
+    ragged,
+    replace,
+)
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -16,7 +27,10 @@ if TYPE_CHECKING:
     from .options import BackwardKeywords, ForwardKeywords, PagedKeywords
 
 
-def attention_forward(q: Any, k: Any, v: Any, **options: Unpack[ForwardKeywords]) -> tuple[Any, Any]:
+def attention_forward(
+    q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: float | None = None,
+    **options: Unpack[ForwardKeywords],
+) -> tuple[Any, Any]:  # fmt: skip
     """Exact attention by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
 
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H; float32, float16, bfloat16, or float8
@@ -53,7 +67,10 @@ def attention_forward(q: Any, k: Any, v: Any, **options: Unpack[ForwardKeywords]
     Raises UnsupportedProblem naming the unsupported value; TypeError for an unknown keyword argument; SpecError,
     UnknownKernel, CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    how, arrays = collect("attention_forward", q, options) if options else (DEFAULT, ())
+    if options:
+        how, arrays = collect("attention_forward", q, causal, scale, options)
+    else:
+        how, arrays = plain_options(causal, scale), ()
     arrays, library = (q, k, v, *arrays), library_of(q)
     if found := known(library, "forward", how, arrays):
         out, lse = found[0](arrays, found[1])
@@ -69,7 +86,10 @@ def attention_forward(q: Any, k: Any, v: Any, **options: Unpack[ForwardKeywords]
     return run_forward(arrays, how)
 
 
-def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[ForwardKeywords]) -> Any:
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: float | None = None, return_lse: bool = False,
+    **options: Unpack[ForwardKeywords],
+) -> Any:  # fmt: skip
     """softmax(scale * q k^T, masked) v, with the options of `attention_forward`; returns out, or (out, lse) with
     `return_lse`.
 
@@ -82,7 +102,10 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     PyTorch's jagged nested tensors, (B, H, j, D) with a length per batch entry, are a ragged batch, as in
     `attention_varlen`; out and lse are nested, too.
     """
-    how, arrays = collect("attention", q, options) if options else (DEFAULT, ())
+    if options:
+        how, arrays = collect("attention", q, causal, scale, options)
+    else:
+        how, arrays = plain_options(causal, scale), ()
     if getattr(q, "is_nested", False):
         from . import torch_nested
 
@@ -95,7 +118,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any = None, *, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, return_lse: bool = False, **options: Unpack[ForwardKeywords],
+    max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None, return_lse: bool = False,
+    **options: Unpack[ForwardKeywords],
 ) -> Any:  # fmt: skip
     """`attention` of sequences of different lengths, packed without padding. A query sees only keys of its own
     sequence. The host never waits for the GPU.
@@ -121,7 +145,7 @@ def attention_varlen(
     for name, x in zip(("q", "k", "v", *CU_SEQLENS), (q, k, v, *offsets), strict=True):
         if not hasattr(x, "dtype"):
             raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-    how, arrays = ragged(*collect("attention_varlen", q, options), offsets, (max_seqlen_q, max_seqlen_k))
+    how, arrays = ragged(*collect("attention_varlen", q, causal, scale, options), offsets, (max_seqlen_q, max_seqlen_k))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
@@ -135,8 +159,8 @@ def attention_varlen(
 
 
 def attention_paged(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, key_lengths: Any, *, return_lse: bool = False,
-    **options: Unpack[PagedKeywords],
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, key_lengths: Any, *, causal: bool | str = False,
+    scale: float | None = None, return_lse: bool = False, **options: Unpack[PagedKeywords],
 ) -> Any:  # fmt: skip
     """`attention` to the first key_lengths[b] keys of each batch entry, which are stored in pages (PagedAttention, Kwon
     et al. 2023, arXiv:2309.06180). Forward only. Keys are not gathered, and the host never waits for the GPU: the
@@ -156,7 +180,7 @@ def attention_paged(
     Raises the exceptions of `attention_forward`.
     """
     check_keywords("attention_paged", options, PAGED)
-    how, arrays = collect("attention_paged", q, {**options, "key_lengths": key_lengths})
+    how, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
     how, arrays = paged(how, arrays, block_table)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         if len(x.shape) != 4:
@@ -177,8 +201,8 @@ def attention_paged(
 
 
 def attention_backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, deterministic: bool = False,
-    **options: Unpack[BackwardKeywords],
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, causal: bool | str = False, scale: float | None = None,
+    deterministic: bool = False, **options: Unpack[BackwardKeywords],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """The gradients of sum(dout * out) by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2).
 
@@ -198,7 +222,7 @@ def attention_backward(
         raise UnsupportedProblem(
             f"attention_backward: dropout={dropout} needs the seed that the forward was given: seed="
         )
-    how, more = collect("attention_backward", q, options, BACKWARD)
+    how, more = collect("attention_backward", q, causal, scale, options, BACKWARD)
     if deterministic:
         how = replace(how, deterministic=deterministic)
     arrays = dout, q, k, v, out, lse, *more

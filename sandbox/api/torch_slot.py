@@ -25,7 +25,7 @@ from ..core.kernel import Kernel
 from ..core.tile import Tile
 from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import Rejection, plan_forward, run_backward, run_forward
-from .options import Options, collect, launch_options, ragged, replace
+from .options import Options, collect, plain_options, ragged, replace
 from .plan import named
 
 NAME = "sandbox"  # in PyTorch's registry
@@ -197,9 +197,9 @@ def _options(
     q: Tensor, causal: Any, scale: float | None, dropout: float = 0.0, state: Tensor | None = None, **more: Any
 ) -> tuple[Options, tuple[Any, ...]]:
     if not dropout and not more:
-        return launch_options(causal, scale), ()
+        return plain_options(causal, scale), ()
     seed = None if state is None else state.view(torch.int64)[:1]
-    return collect("use_in_torch", q, {"causal": causal, "scale": scale, "dropout": dropout, "seed": seed} | more)
+    return collect("use_in_torch", q, causal, scale, {"dropout": dropout, "seed": seed} | more)
 
 
 def _state(q: Tensor) -> Tensor:

@@ -51,12 +51,6 @@ def normalise_window(window: Any, most: int | None = None) -> Window:
     """`window=` as people write it -> (left, right) of type int or None, each at most `most`. Raises SpecError."""
     if window is None:
         return None, None
-    if most is None and type(window) in (tuple, list) and len(window) == 2:  # what it usually is
-        left, right = window
-        if (left is None or (type(left) is int and left >= 0)) and (
-            right is None or (type(right) is int and right >= 0)
-        ):
-            return left, right
     try:
         left, right = (None if n is None else integer("window", n, 0) for n in window)
         if most is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .block_map import by_pair
 from .dtypes import described_descale
 from .errors import SpecError
-from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, normalise_window, number
+from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, Window, normalise_window, number
 from .score import Score
 from .snippet import digest
 
@@ -181,6 +181,14 @@ def _dropout_factor(p: Problem) -> float:
     return 0.0 if _threshold(p) > 0xFFFF else 1 / (1 - p.dropout)  # 0: every element is dropped
 
 
+def _window(name: str, value: Any) -> Window:
+    if type(value) in (tuple, list) and len(value) == 2:  # a fast path: what it is in most calls
+        left, right = value
+        if (left is None or type(left) is int) and (right is None or type(right) is int):
+            return left, right  # Problem rejects negative ones
+    return normalise_window(value)
+
+
 def _softcap(name: str, value: Any) -> float:
     value = number(name, value or 0.0)
     if value < 0:
@@ -238,7 +246,7 @@ _BASE = (
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        name="window", macro="WINDOW", level=_window_level, check=lambda name, value: normalise_window(value),
+        name="window", macro="WINDOW", level=_window_level, check=_window,
         numbers=(
             Number("left", _INT, lambda p: p.bounds[0] or 0),
             Number("right", _INT, lambda p: p.bounds[1] or 0),

@@ -13,7 +13,7 @@ from project import ROOT
 
 import sandbox
 from sandbox.api import options
-from sandbox.api.options import DEFAULT, Options, collect, launch_options, replace
+from sandbox.api.options import DEFAULT, Options, collect, launch_options, plain_options, replace
 from sandbox.core.options import ARRAYS, OPTIONS, Array, score_structure
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
@@ -44,15 +44,17 @@ def test_keyword_arguments_that_not_every_function_has(name: str) -> None:
 
 
 def test_defaults_do_not_change_the_options() -> None:
-    absent = {**dict.fromkeys(options.FORWARD), "causal": False, "softcap": 0.0, "dropout": 0.0}
-    assert collect("attention", Q, absent) == (DEFAULT, ())
-    assert collect("attention", Q, {}) == (DEFAULT, ())
-    assert not collect("attention", Q, {"causal": True, "dropout": 0.0, "seed": 3})[0].scored
+    absent = {**dict.fromkeys(options.FORWARD - {"causal", "scale"}), "softcap": 0.0, "dropout": 0.0}
+    assert collect("attention", Q, False, None, absent) == (DEFAULT, ())
+    assert collect("attention", Q, False, None, {}) == (DEFAULT, ())
+    assert not collect("attention", Q, True, None, {"dropout": 0.0, "seed": 3})[0].scored
 
 
 def test_launch_options_are_the_constructor() -> None:
     given = {"causal": True, "scale": 0.5, "kernel": "k", "tile": "t", "backend": "cpu", "deterministic": True}
     assert launch_options(**given) == Options(**given)
+    for causal, scale in ((False, None), (True, None), (True, 0.5), ("top-left", None)):
+        assert plain_options(causal, scale) == Options(causal=causal, scale=scale)
     assert options.backward_options(Options(**given, softcap=2.0), False) == Options(
         causal=True, scale=0.5, backend="cpu", softcap=2.0
     )
@@ -62,8 +64,8 @@ def test_launch_options_are_the_constructor() -> None:
 
 def test_the_order_of_keyword_arguments_does_not_matter() -> None:
     one = {"bias": Q, "mask": Q > 0, "sink": Q[0, :, 0, 0]}
-    first, arrays = collect("attention", Q, one)
-    second, others = collect("attention", Q, dict(reversed(one.items())))
+    first, arrays = collect("attention", Q, False, None, one)
+    second, others = collect("attention", Q, False, None, dict(reversed(one.items())))
     assert first == second
     assert all(x is y for x, y in zip(arrays, others, strict=True))
 

@@ -166,7 +166,7 @@ def test_opcheck(name: str, device: Device) -> None:
 
     given = as_torch(options()[name], device)
     qkv = leaves(device)
-    arguments = torch_ops.spread_options(*collect("attention", qkv[0], given))
+    arguments = torch_ops.spread_options(*collect("attention", qkv[0], False, None, given))
     how = "top-left", None, None, "", None
     torch.library.opcheck(torch.ops.sandbox.scored_attention_forward.default, (*qkv, *arguments, *how))
     out, lse = torch.ops.sandbox.scored_attention_forward(*qkv, *arguments, *how)

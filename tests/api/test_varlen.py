@@ -159,7 +159,7 @@ def test_max_seqlen_of_the_longest_or_more(longest: tuple[Any, Any]) -> None:
 def test_a_backward_with_a_sequence_longer_than_max_seqlen() -> None:
     q, k, v = (x.swapaxes(0, 1)[None] for x in arrays())
     bias = np.zeros((1, 1, 60, 60), np.float32)
-    dense = options.collect("attention_varlen", q, {"bias": bias})
+    dense = options.collect("attention_varlen", q, False, None, {"bias": bias})
     ragged, more = options.ragged(*dense, (OFFSETS, OFFSETS), (60, 60))
     lse = np.zeros((1, 4, 109), np.float32)
     for kernel in ("bwd_minimal", "bwd_block2d"):
