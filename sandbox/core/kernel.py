@@ -146,9 +146,7 @@ class Kernel(Entry):
         if problem.ragged and not self.ragged:
             return f"{self.name}: ragged batches are not supported: pass each sequence alone, or choose another kernel"
         if problem.page_size and not self.paged:
-            return (
-                f"{self.name}: paged keys are not supported: choose fwd_decode, or gather the pages and use attention"
-            )
+            return f"{self.name}: paged keys are not supported: choose another kernel, or gather the pages"
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
             if self.max_D < width:
                 return f"{self.name}: {name}={width} is not supported: head dimensions are at most {self.max_D}"

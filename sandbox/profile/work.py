@@ -6,8 +6,10 @@ dQ over the keys of each query tile, and one with dQ and dQ_accum converts the a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from ..core import registry
 from ..core.dtypes import ITEMSIZE
 from ..core.kernel import Entry
 from ..core.problem import Problem
@@ -62,23 +64,22 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
 
 def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
     """The work of a forward with packed GQA rows: each of the `row_tiles` tiles of a key/value head reads all keys of
-    that head once. With split-KV, each of the `splits` blocks reads Q and writes partial O, m and l in fp32 for the
-    combine kernel."""
-    splits, cluster = entry.numbers["splits"](p, tile) if "splits" in entry.numbers else 1, tile.get("CLUSTER", 1)
-    dynamic = p.key_lengths and not p.ragged and "splits" in entry.numbers and cluster == 1
-    # Blocks or clusters that share keys, over all batch entries; an upper bound if scheduled dynamically.
-    blocks = splits + p.B if dynamic else splits * p.batches
+    that head once. With split-KV, the blocks of a grid of `splits` each read Q and write partial results, the scratch
+    "partials", for the combine kernel."""
+    owner = registry.entry_owner(entry.name)
     rows, keys = p.batches * p.H * p.rows[0], p.B * p.Hk * p.Sk * p.itemsize
-    of_entry, shared = p.H * p.rows[0], splits > 1 and p.Sk > tile["BLOCK_N"] * tile["WARPS"] * cluster
-    parts = {"partials": FP32 * blocks * of_entry * (p.Dv + 2)} if shared else {}
+    floats = owner.scratch["partials"](p, tile)[0] if "partials" in owner.scratch else 0
+    parts = {"partials": FP32 * floats} if floats else {}
     results = {"O": rows * p.Dv * ITEMSIZE[p.dtype_of("O")], "LSE": FP32 * rows}
     if "Q" not in entry.args:
         combined = HbmBytes(parts, results)
         return Work(0, combined, combined)
     tiles = entry.numbers["row_tiles"](p, tile)
     q, k, v = rows * p.D * p.itemsize, keys * p.D, keys * p.Dv
+    # Blocks that read a row of Q: an upper bound if they are assigned on the device.
+    blocks = math.prod(entry.grid(p, tile)) // max(tiles * p.Hk, 1) if "splits" in entry.numbers else p.batches
     written = parts or results
-    model = HbmBytes({"Q": blocks * cluster * of_entry * p.D * p.itemsize, "K": tiles * k, "V": tiles * v}, written)
+    model = HbmBytes({"Q": blocks * q // max(p.batches, 1), "K": tiles * k, "V": tiles * v}, written)
     return Work(p.flops, HbmBytes({"Q": q, "K": k, "V": v}, written), model)
 
 
