@@ -1,9 +1,8 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
 from .core.dtypes import ITEMSIZE
-from .core.integers import cdiv
 from .core.kernel import COMPUTATIONS, Arch, Computation, Dim3, Entry, Kernel
-from .core.normalise import Causal, normalise_causal
+from .core.normalise import Causal, cdiv, normalise_causal
 from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile

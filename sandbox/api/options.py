@@ -7,8 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from ..core.errors import SpecError, UnsupportedProblem
-from ..core.integers import integer
-from ..core.normalise import number
+from ..core.normalise import integer, number
 from ..core.options import ARRAYS, OPTIONS
 from ..core.score import Score
 from ..launch.dlpack import library_of

@@ -20,8 +20,8 @@ from torch.library import Library
 
 from ..core import log
 from ..core.errors import SandboxError, UnsupportedProblem
-from ..core.integers import cdiv
 from ..core.kernel import Kernel
+from ..core.normalise import cdiv
 from ..core.tile import Tile
 from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import Rejection, plan_forward, run_backward, run_forward

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.batches import PAGE_ROWS
 from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
 from ..core.options import ARRAYS, Sizes
-from ..core.problem import Problem
+from ..core.problem import PAGE_ROWS, Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core.integers import cdiv
+from ..core.normalise import cdiv
 from ..launch import driver
 from ..launch.arguments import PackedArguments
 from ..launch.dlpack import library_of

@@ -1,12 +1,10 @@
 """Problem, tile, kernel and registry, score options, errors, logging, JSON lines."""
 
 __all__ = [
-    "batches",
     "block_map",
     "dtypes",
     "errors",
     "files",
-    "integers",
     "interrupts",
     "jsonl",
     "kernel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from .integers import cdiv
+from .normalise import cdiv
 
 if TYPE_CHECKING:
     from .problem import Problem

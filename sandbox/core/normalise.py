@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
 from typing import Any, Literal
 
 from .errors import SpecError
-from .integers import integer
 
 Causal = Literal[False, "bottom-right", "top-left"]
 Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
@@ -16,6 +15,18 @@ Window = tuple[int | None, int | None]  # keys to the left, to the right of a qu
 # Numbers from here on round to infinity in float32, in which kernels compute.
 FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
 FLOAT32_NORMAL = 2.0**-126  # below it float32 loses bits, and GPUs may flush to 0
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉."""
+    return -(-a // b)
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """`value`, also a NumPy integer, as an int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise SpecError(f"{name}={value!r} must be an integer >= {least}")
+    return operator.index(value)
 
 
 def number(name: str, value: Any) -> float:
@@ -60,19 +71,3 @@ def normalise_window(window: Any, most: int | None = None) -> Window:
         raise SpecError(
             f"window={window!r} must be (left, right): keys to either side, each an integer >= 0, or None for no bound"
         ) from None
-
-
-def lengths_of(text: str) -> tuple[tuple[int, ...], ...]:
-    """Of sequences, with commas between: a number, or queries x keys."""
-    pairs = [part.strip().split("x") for part in text.split(",")]
-    if not all(len(pair) <= 2 and all(n.isdecimal() for n in pair) for pair in pairs):
-        raise SpecError(f"lengths {text!r} must be numbers with commas between, 128x256 of 128 queries and 256 keys")
-    return tuple((int(pair[0]), int(pair[-1])) for pair in pairs)
-
-
-def sizes_of(name: str, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
-    """Numbers, or names of what they are, with commas between."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() or part in known for part in parts):
-        raise SpecError(f"{name} {text!r} must be four numbers with commas between, or names: 1,H,Sq,Sk")
-    return tuple(int(part) if part.isdecimal() else known[part] for part in parts)

@@ -10,14 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from . import block_map, dtypes, limits
-from .batches import paged_fields, ragged_fields
 from .dtypes import FLOAT8, Descale
 from .errors import SpecError
-from .integers import cdiv, integer
-from .normalise import Causal, Window, normalise_causal, normalise_window, number
+from .normalise import Causal, Window, cdiv, integer, normalise_causal, normalise_window, number
 from .options import ARRAYS, ELEMENTWISE, OPTIONS, SHOWN, check_products
 from .score import Score
-from .shape_text import fields_of
+
+PAGE_ROWS = 16  # the rows of a page are a multiple of this, which kernels copy at a time
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        for name, value in ragged_fields(self.ragged, self.lengths).items():
+        for name, value in _ragged_fields(self.ragged, self.lengths).items():
             set_(self, name, value)
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
@@ -103,7 +102,7 @@ class Problem:
         set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
         check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
-        for name, value in paged_fields(self.page_size, self.pages, self.ragged, self.B, self.Sk).items():
+        for name, value in _paged_fields(self.page_size, self.pages, self.ragged, self.B, self.Sk).items():
             set_(self, name, value)
         self._check_tensors()
 
@@ -134,7 +133,7 @@ class Problem:
         `lengths` makes it a ragged batch and replaces B and S: pairs, or text such as "64,128x256". `alibi` may also be
         True: one slope per head. `bias` and `mask` may also be text with numbers or names, such as "1,H,Sq,Sk".
         """
-        return cls(**fields_of(shape, semantics))
+        return cls(**_fields_of(shape, semantics))
 
     def as_json(self) -> dict[str, Any]:
         """The fields, for `from_json`; options that are off are left out."""
@@ -316,3 +315,95 @@ class Problem:
 
 
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
+
+
+# ---- ragged and paged batches: the fields that they set
+
+
+def _ragged_fields(ragged: Any, lengths: Any) -> dict[str, Any]:
+    """`ragged` and `lengths` of a problem as it keeps them, and B, Sq and Sk where they follow. Raises SpecError."""
+    ragged, lengths = tuple(ragged or ()), tuple(lengths or ())
+    found: dict[str, Any] = {}
+    if lengths:
+        pairs = tuple(tuple(integer("lengths", n, 0) for n in pair) for pair in lengths)
+        if any(len(pair) != 2 for pair in pairs):
+            raise SpecError(f"lengths={lengths} must be pairs: queries and keys of each sequence")
+        queries, keys = zip(*pairs, strict=True)
+        found = {"B": len(pairs), "Sq": max(queries), "Sk": max(keys)}
+        lengths, ragged = pairs, ragged or (sum(queries), sum(keys))
+    if ragged and (len(ragged) != 2 or not all(0 <= n < 2**31 for n in ragged)):
+        raise SpecError(f"ragged={ragged} must be two numbers below 2^31: rows of q and of k")
+    if lengths and not all(sum(n) <= rows for n, rows in zip((queries, keys), ragged, strict=True)):
+        raise SpecError(f"lengths={lengths} are more than ragged={ragged} rows of q and of k")
+    return {**found, "ragged": ragged, "lengths": lengths}
+
+
+def _paged_fields(page_size: Any, pages: Any, ragged: tuple[int, ...], B: int, Sk: int) -> dict[str, Any]:
+    """`page_size` and `pages` of a problem as it keeps them, and `key_lengths`, which pages always have. Raises
+    SpecError."""
+    page_size, pages = integer("page_size", page_size, 0), integer("pages", pages, 0)
+    if not page_size:
+        return {"page_size": 0, "pages": 0}
+    if page_size % PAGE_ROWS:
+        raise SpecError(f"page_size={page_size} must be a multiple of {PAGE_ROWS}, or 0 for keys without pages")
+    if ragged:
+        raise SpecError(
+            f"page_size={page_size} of a ragged batch is not supported: pass the same number of queries per sequence"
+        )
+    if Sk % page_size:
+        raise SpecError(f"Sk={Sk} must be a multiple of page_size={page_size}: whole pages")
+    pages = pages or B * Sk // page_size
+    limits.check_count("pages", pages, "page numbers are int32")
+    return {"page_size": page_size, "pages": pages, "key_lengths": True}
+
+
+# ---- a shape as text, as on the command line
+
+
+def _fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a Problem, from the arguments of `Problem.from_shape`. Raises SpecError for invalid text."""
+    semantics = dict(given)
+    parts = [part.strip() for part in shape.split(",")]
+    heads = parts[1].split("/") if len(parts) > 1 else []
+    widths = parts[-1].split("/")
+    numbers = [*parts[:1], *heads, *parts[2:-1], *widths]
+    if (
+        len(parts) not in (4, 5) or len(heads) not in (1, 2) or len(widths) not in (1, 2)
+        or not all(n.isdecimal() for n in numbers)
+    ):  # fmt: skip
+        raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
+    if not int(heads[0]):
+        raise SpecError(f"shape {shape!r}: H=0: a problem has at least one query head")
+    lengths = [int(n) for n in parts[2:-1]]
+    Hk, Dv = int(heads[-1]), int(widths[-1])
+    if len(heads) == 2 and not Hk:
+        raise SpecError(f"shape {shape!r}: Hk=0 key/value heads serve no query head")
+    if len(widths) == 2 and not Dv:
+        raise SpecError(f"shape {shape!r}: Dv=0: v must be at least 1 wide")
+    sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}
+    if isinstance(semantics.get("lengths"), str):
+        semantics["lengths"] = _lengths_of(semantics["lengths"])
+    if pairs := semantics.get("lengths"):
+        sizes |= {"B": len(pairs), "Sq": max(q for q, _ in pairs), "Sk": max(k for _, k in pairs)}
+    for name, array in ARRAYS.items():
+        if semantics.get(name) is True and array.shape_is_field:
+            semantics[name] = array.shapes((sizes["B"], sizes["H"], sizes["Sq"], sizes["Sk"]))[0]
+        elif isinstance(semantics.get(name), str):
+            semantics[name] = _sizes_of(name, semantics[name], {**sizes, "S": sizes["Sk"]})
+    return {**sizes, "Hk": Hk, "Dv": Dv, **semantics}
+
+
+def _lengths_of(text: str) -> tuple[tuple[int, ...], ...]:
+    """Of sequences, with commas between: a number, or queries x keys."""
+    pairs = [part.strip().split("x") for part in text.split(",")]
+    if not all(len(pair) <= 2 and all(n.isdecimal() for n in pair) for pair in pairs):
+        raise SpecError(f"lengths {text!r} must be numbers with commas between, 128x256 of 128 queries and 256 keys")
+    return tuple((int(pair[0]), int(pair[-1])) for pair in pairs)
+
+
+def _sizes_of(name: str, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
+    """Numbers, or names of what they are, with commas between."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() or part in known for part in parts):
+        raise SpecError(f"{name} {text!r} must be four numbers with commas between, or names: 1,H,Sq,Sk")
+    return tuple(int(part) if part.isdecimal() else known[part] for part in parts)

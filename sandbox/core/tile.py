@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .errors import SpecError
-from .integers import integer
+from .normalise import integer
 
 
 class Tile(Mapping[str, int]):

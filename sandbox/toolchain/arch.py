@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from ..core.errors import UnsupportedProblem
-from ..core.integers import cdiv
 from ..core.kernel import Arch
+from ..core.normalise import cdiv
 
 KIB = 1024
 REGISTERS_PER_SM = 65536
