@@ -180,6 +180,7 @@ def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
 deterministic_kernel = replace(
     nondeterministic,
     name="bwd_wgmma_deterministic",
+    test_share=3,
     preference=1,
     summary="bwd_wgmma with semaphores that order the additions to dQ: deterministic",
     deterministic=True,

@@ -33,6 +33,7 @@ def short(p: Problem) -> bool:
 
 kernel = Kernel(
     name="bwd_wgmma_head",
+    test_share=10,
     computes="backward",
     rung=4,
     summary="bwd_wgmma for short rows: one block per key/value head; dQ is accumulated and converted in L2",

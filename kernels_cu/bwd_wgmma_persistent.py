@@ -41,6 +41,7 @@ def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
 
 kernel = Kernel(
     name="bwd_wgmma_persistent",
+    test_share=10,
     computes="backward",
     rung=4,
     preference=2,

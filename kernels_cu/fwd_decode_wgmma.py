@@ -84,6 +84,7 @@ def first_for(p: Problem) -> bool:
 
 kernel = Kernel(
     name="fwd_decode_wgmma",
+    test_share=3,
     computes="forward",
     rung=4,
     summary="decoding with enough heads to fill the GPU: packed GQA on warpgroup MMA, fed by TMA, no split-KV",

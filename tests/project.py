@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from sandbox.core import registry
 from sandbox.spec import Kernel
 
 # Seed for sampling where there are too many combinations. It is fixed, so that results are reproducible;
@@ -21,9 +22,8 @@ QUICK_FOLDERS = ("core", "reference", "launch", "bench", "profile", "watch", "tu
 ALL_WIDTHS = os.environ.get("SANDBOX_WIDTHS") == "all"
 # SANDBOX_MAGNITUDES=all: tests/engine/test_magnitudes.py tries as much on the CPU backend as on a GPU.
 ALL_MAGNITUDES = os.environ.get("SANDBOX_MAGNITUDES") == "all"
-# {kernel: n}: kernels for few problems, or that share their source with another kernel. The CPU backend runs a random
-# sample of one in n of their tests, unless `-k` is used; a GPU runs all.
-SELDOM = {"bwd_wgmma_head": 10, "bwd_wgmma_deterministic": 3, "bwd_wgmma_persistent": 10, "fwd_decode_wgmma": 3}
+# {kernel: n}: the CPU backend runs a random sample of one in n of its tests, unless `-k` is used; a GPU runs all.
+SELDOM = {kernel.name: kernel.test_share for kernel in registry.kernels().values() if kernel.test_share > 1}
 ROOT = Path(__file__).resolve().parent.parent
 # Prefix of a command that receives SIGINT: restores its handler, because an ignored SIGINT (after a shell's `&`) is
 # inherited.

@@ -85,6 +85,9 @@ class Kernel(Entry):
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
     paged: bool = False  # True: it takes keys in pages, which it finds by `key_address`
     deterministic: bool = True  # False: sums by atomics, in any order
+    test_share: int = 1
+    """The CPU backend runs a sample of one in `test_share` of the kernel's tests: more than 1 for kernels for few
+    problems, and for those that share their source with another one."""
     max_D: int = 256
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
