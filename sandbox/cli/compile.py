@@ -12,15 +12,18 @@ from ..core.errors import CompileError, SpecError, UnsupportedProblem, without_o
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
+from ..disassembly import sweep as sweeping
 from ..disassembly.costs import Cost, compiled_table
-from ..engine import choose, pipeline
+from ..engine import choose, pipeline, spills
 from ..toolchain import arch as architectures
 from .group import cli
 from .options import (
     Scored,
+    alone,
     causal_option,
     chosen_kernels,
     dtype_option,
+    given_without,
     json_option,
     kernels_argument,
     numbers,
@@ -43,20 +46,26 @@ from .output import exit_status, followed, print_json, say, screen
 @causal_option
 @score_options
 @tile_option
+@click.option("--sweep", is_flag=True,
+              help="Compile the tiles of KERNELS with all options and write which of them spill registers, to "
+                   "kernels_cu/NAME.spills.json. Automatic selection avoids these tiles. Takes minutes on 16 cores. "
+                   f"Default of --arch: {','.join(sweeping.ARCHS)}.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes of --sweep. Default: one per core.")
 @json_option
 def compile_(
     kernels: tuple[str, ...], archs: tuple[str, ...], shapes: tuple[str, ...], widths: str, dtype: str,
-    causal: str | None, scored: Scored, tile: str | None, as_json: bool,
+    causal: str | None, scored: Scored, tile: str | None, sweep: bool, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels and report what each tile needs.
 
     Registers, spills, shared memory, occupancy, compile time; without --tile, for every tile. Needs no GPU.
     """
     head_dims = numbers(widths, "--head-dim", "64,128")
-    targets = [*dict.fromkeys(name.strip() for names in archs for name in names.split(","))]
-    if stray := [name for name in kernels if architectures.PATTERN.fullmatch(name)]:
-        options = " ".join(f"--arch {name}" for name in (*targets, *stray))
-        raise click.UsageError(f"{stray[0]} is an architecture, not a kernel: write {options}")
+    targets = _targets(kernels, archs)
+    if sweep:
+        _sweep(kernels, targets, jobs, as_json)
+        return
+    given_without("--sweep", "jobs")
     targets = targets or [pipeline.DEFAULT_ARCH]
     shapes = shapes or tuple(f"1,1,1,{D}" for D in head_dims)
     problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
@@ -77,6 +86,39 @@ def compile_(
         for message in _distinct(c.message for c in costs if c.ok is not True):
             say(f"not compiled: {message}", stderr=True)
     sys.exit(exit_status(c.ok for c in costs))
+
+
+def _targets(kernels: tuple[str, ...], archs: tuple[str, ...]) -> list[str]:
+    """The values of --arch. Raises UsageError for an architecture among the kernels."""
+    targets = [*dict.fromkeys(name.strip() for names in archs for name in names.split(","))]
+    if stray := [name for name in kernels if architectures.PATTERN.fullmatch(name)]:
+        options = " ".join(f"--arch {name}" for name in (*targets, *stray))
+        raise click.UsageError(f"{stray[0]} is an architecture, not a kernel: write {options}")
+    return targets
+
+
+def _sweep(kernels: tuple[str, ...], targets: list[str], processes: int | None, as_json: bool) -> None:
+    """Write the tables of spilled registers, and report the number of their rows."""
+    alone("--sweep", "kernels", "archs", "sweep", "jobs", "as_json")
+    chosen = chosen_kernels(kernels)
+    archs = [*dict.fromkeys(architectures.name_of(architectures.parse(target)) for target in targets)]
+    total = sum(1 for kernel in chosen for _ in sweeping.jobs(kernel, archs or sweeping.ARCHS))
+    results = sweeping.sweep(chosen, archs or sweeping.ARCHS, processes)
+    found = [*followed(results, lambda r: f"{r.job.kernel} {r.job.arch} D={r.job.D}", total)]
+    rows = []
+    for kernel in chosen:
+        own = [result for result in found if result.job.kernel == kernel.name]
+        table = spills.read(spills.path(kernel))
+        rows.append({"kernel": kernel.name, "compiled": sum(r.compiled for r in own), "rows": len(table["rows"])})
+    errors = [error for result in found for error in result.errors]
+    if as_json:
+        print_json(rows)
+    else:
+        for row in rows:
+            say(f"{row['kernel']}: {row['compiled']} variants compiled, {row['rows']} rows of tiles that spill")
+    for message in _distinct(errors):
+        say(f"not compiled: {message}", stderr=True)
+    sys.exit(exit_status([not errors]))
 
 
 def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterator[Cost]:

@@ -168,3 +168,11 @@ def given_without(needed: str, *names: str) -> None:
     for name in names:
         if context.get_parameter_source(name.replace("-", "_")) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{name} needs {needed}")
+
+
+def alone(option: str, *names: str) -> None:
+    """Raises UsageError if a parameter other than `names` is on the command line with `option`."""
+    context = click.get_current_context()
+    for name in context.params.keys() - {*names}:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} is not supported with {option}")

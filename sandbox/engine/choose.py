@@ -12,9 +12,12 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..launch.arguments import NOT_ALWAYS
 from ..toolchain import arch as architectures
-from . import tuned
+from . import spills, tuned
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
+# Bytes per thread, of stores and loads, that a kernel may spill and still precede lower rungs: bwd_wgmma with 240 bytes
+# is three times as fast as bwd_mma without.
+MOST_SPILLED = 256
 
 
 def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
@@ -24,7 +27,7 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
     need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
     if need > have:
-        where = f"sm_{arch[0]}{arch[1]}" if arch else "the CPU backend"
+        where = architectures.name_of(arch) if arch else "the CPU backend"
         return (
             f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at D={problem.D}, "
             f"and {where} has {have} (choose a smaller tile)"
@@ -48,7 +51,8 @@ def choose_tile(
     kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = "",
     multiprocessors: int = 0,
 ) -> Tile:  # fmt: skip
-    """`tile` if it is not None; else the tuned tile for a GPU named `gpu`; else the spec's best tile that fits `arch`.
+    """`tile` if it is not None; else the tuned tile for a GPU named `gpu`; else the spec's best tile that fits `arch`,
+    and does not spill registers by the kernel's table. If all of them spill, the one that spills the fewest bytes.
     BLOCKS of the spec's tiles, if they have it, becomes `multiprocessors` (0: unknown, BLOCKS is unchanged).
 
     Raises UnsupportedProblem with the reason of the kernel or of the tile.
@@ -56,19 +60,31 @@ def choose_tile(
     if reason := kernel.why_unsupported(problem, arch):
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
-    ranked = sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
-    own = dict.fromkeys((_fitted(candidate, multiprocessors) for candidate in ranked), "the spec's best legal tile")
+    ranks = ranked(kernel, problem)
+    own = dict.fromkeys((_fitted(candidate, multiprocessors) for candidate in ranks), "the spec's best legal tile")
     candidates = (
         {tile: "as requested"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     )
-    reasons = []
+    reasons: list[str] = []
+    spilled: dict[Tile, int] = {}
     for candidate, why in candidates.items():
-        reason = why_tile_unsupported(kernel, problem, candidate, arch)
-        if reason is None:
+        if reason := why_tile_unsupported(kernel, problem, candidate, arch):
+            reasons.append(reason)
+            continue
+        spilled[candidate] = 0 if tile is not None else spills.spilled(kernel, problem, candidate, arch)
+        if not spilled[candidate]:
             log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
             return candidate
-        reasons.append(reason)
-    raise UnsupportedProblem(reasons[-1])
+    if not spilled:
+        raise UnsupportedProblem(reasons[-1])
+    least = min(spilled, key=lambda candidate: spilled[candidate])
+    log.logger.log(log.CHOICES, "%s on %s: tile %s, all tiles spill registers", kernel.name, problem, least)
+    return least
+
+
+def ranked(kernel: Kernel, problem: Problem) -> list[Tile]:
+    """The spec's tiles in the order in which they are tried."""
+    return sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
 
 
 def _fitted(tile: Tile, multiprocessors: int) -> Tile:
@@ -82,12 +98,14 @@ BY_NAME = "is selected by name only (default=True in its spec allows automatic s
 class Candidate:
     """A kernel considered for a problem: its tile, or the reason why it does not support the problem.
 
-    With both a tile and a reason, the kernel supports the problem, but is not selected for that reason.
+    With both a tile and a reason, the kernel supports the problem, but is not selected for that reason. `spills`: the
+    reason is that it spills registers; it is selected if no other kernel supports the problem.
     """
 
     kernel: Kernel
     tile: Tile | None
     reason: str = ""
+    spills: bool = False
 
 
 def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Candidate]:
@@ -100,9 +118,16 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
             continue
         try:
             tile = choose_tile(kernel, problem, arch)
-            yield Candidate(kernel, tile, "" if kernel.default else f"{kernel.name}: {BY_NAME}")
         except UnsupportedProblem as reason:
             yield Candidate(kernel, None, str(reason))
+            continue
+        spilled = spills.spilled(kernel, problem, tile, arch)
+        if not kernel.default:
+            yield Candidate(kernel, tile, f"{kernel.name}: {BY_NAME}")
+        elif spilled > (0 if kernel.first_for(problem) else MOST_SPILLED):
+            yield Candidate(kernel, tile, f"{kernel.name}: all tiles spill {spilled} bytes per thread or more", True)
+        else:
+            yield Candidate(kernel, tile)
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
@@ -112,11 +137,16 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None, determinis
     Raises UnsupportedProblem with every kernel's reason.
     """
     reasons: list[str] = []
+    spilling: list[Kernel] = []
     for candidate in candidates(problem, computes, arch, deterministic):
         if candidate.tile is not None and not candidate.reason:
             because = "".join(f"\n  not {reason}" for reason in reasons)
             log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, candidate.kernel.name, because)
             return candidate.kernel
         reasons.append(candidate.reason)
+        spilling += [candidate.kernel] * candidate.spills
+    if spilling:
+        log.logger.log(log.CHOICES, "%s of %s: kernel %s, which spills", computes, problem, spilling[0].name)
+        return spilling[0]
     listed = "\n  ".join(reasons)
     raise UnsupportedProblem(f"no {computes} kernel supports {problem}:\n  {listed}")

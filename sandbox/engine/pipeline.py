@@ -248,7 +248,7 @@ def tile_on(device: Device, kernel: Kernel, problem: Problem, tile: Tile | None 
 
 def arch_name(kernel: Kernel, arch: Arch) -> str:
     """The compile target of `kernel` on a GPU of that compute capability, such as "sm_90a"."""
-    return f"sm_{arch[0]}{arch[1]}{kernel.arch_suffix}"
+    return f"{architectures.name_of(arch)}{kernel.arch_suffix}"
 
 
 def arch_here(kernel: Kernel) -> str:

@@ -60,6 +60,11 @@ def parse(name: str) -> Arch:
     return arch
 
 
+def name_of(arch: Arch) -> str:
+    """(9, 0) -> "sm_90"."""
+    return f"sm_{arch[0]}{arch[1]}"
+
+
 def limits(arch: Arch) -> Limits:
     """The limits of a compute capability. An unknown minor version has the limits of the preceding one."""
     known = [a for a in _LIMITS if a <= arch]

@@ -1,0 +1,137 @@
+"""Which tiles spill registers: tables that `compile --sweep` generates, `kernels_cu/NAME.spills.json` beside each spec.
+
+A row has an architecture, a tile, a dtype, the options that were compiled in, and {head dimension: bytes per thread of
+spill stores and loads}. It applies to problems with these options or more, of a head dimension up to that of the row
+and above the next smaller one compiled, and of both dtypes of 16 or 8 bits. A tile without a row does not spill, or was
+not compiled: automatic selection uses it. Register use differs slightly between versions of NVRTC and changes with the
+source, so the table only orders the tiles that a problem may use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.dtypes import FLOAT8
+from ..core.kernel import Arch, Kernel
+from ..core.options import macros
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..toolchain import arch as architectures
+
+PLAIN_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # head dimensions compiled without options
+WIDTHS = (64, 96, 128, 192, 256)  # and with options
+CPU = (9, 0)  # the CPU backend uses the tiles of this architecture
+# The bits of a macro's value that matter here: not the dtype of a bias, the page size, or the value of Dv.
+_BITS = {"BIAS": 12, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
+_IGNORED = ("SCORE_BYTES", "BLOCK_MAP", "SCORE_SNIPPET")  # every dense mask has a block map
+ALWAYS = {"CAUSAL=1", "DESCALE=8"}  # not options: causal is compiled for each of them, and float8 always has a descale
+
+
+class Row(NamedTuple):
+    """Spilled bytes per thread of one compiled variant of a tile, by head dimension."""
+
+    arch: str  # without suffix, such as "sm_90"
+    tile: str
+    dtype: str
+    options: str  # sorted, separated by spaces, such as "CAUSAL=1 DROPOUT=1"
+    spilled: dict[int, int]
+
+
+def options_of(problem: Problem) -> frozenset[str]:
+    """The options of a problem that affect registers, as in a row."""
+    found = {name: value & _BITS.get(name, -1) for name, value in macros(problem).items() if name not in _IGNORED}
+    score = problem.score
+    kinds = {"CAUSAL": problem.causal, "SCORE_CHANGES": score and score.changes, "SCORE_HIDES": score and score.hides}
+    return frozenset(f"{name}={value}" for name, value in (found | {name: 1 for name in kinds if kinds[name]}).items())
+
+
+def dtype_of(problem: Problem) -> str:
+    """The dtype of a problem in rows: one of 16 bits and one of 8, since both use the same number of registers."""
+    return next(iter(FLOAT8)) if problem.float8 else "float16" if problem.itemsize == 2 else problem.dtype
+
+
+def text_of(tile: Tile) -> str:
+    """The tile in rows: without BLOCKS, which is the number of SMs and affects no registers."""
+    return ",".join(f"{name}={value}" for name, value in tile.items() if name != "BLOCKS")
+
+
+def widths_for(options: Iterable[str]) -> tuple[int, ...]:
+    """The head dimensions that are compiled with these options."""
+    return WIDTHS if {*options} - ALWAYS else PLAIN_WIDTHS
+
+
+def path(kernel: Kernel) -> Path:
+    """The file with a kernel's table."""
+    return kernel.source.parent / f"{kernel.name}.spills.json"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """{"nvrtc": version, "archs": names, "rows": list of Row}; without rows if there is no file."""
+    if not file.is_file():
+        return {"nvrtc": "", "archs": [], "rows": []}
+    found = json.loads(file.read_text())
+    rows = [
+        Row(arch, tile, dtype, options, {int(D): n for D, n in spilled.items()})
+        for arch, tile, dtype, options, spilled in found["rows"]
+    ]
+    return {**found, "rows": rows}
+
+
+def write(file: Path, nvrtc: str, archs: Iterable[str], rows: Iterable[Row]) -> None:
+    """The table, sorted, one row per line."""
+    lines = [json.dumps(row) for row in sorted(rows, key=lambda row: row[:4])]
+    body = "[\n" + ",\n".join(lines) + "\n]" if lines else "[]"
+    file.write_text(f'{{"nvrtc": {json.dumps(nvrtc)}, "archs": {json.dumps(sorted(archs))}, "rows": {body}}}\n')
+
+
+class Table:
+    """The rows of one kernel, for look-ups."""
+
+    def __init__(self, archs: Iterable[str], rows: Iterable[Row]):
+        self.archs = sorted(map(architectures.parse, archs))
+        self._rows = defaultdict[tuple[Arch, str, str], list[tuple[frozenset[str], dict[int, int]]]](list)
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """One more row."""
+        key = architectures.parse(row.arch), row.tile, row.dtype
+        self._rows[key].append((frozenset(row.options.split()), row.spilled))
+
+    def spilled(self, problem: Problem, tile: Tile, arch: Arch | None) -> int:
+        """Bytes per thread that are spilled: the maximum of all rows that apply. 0: none is known. After 9.0 its rows
+        apply, too: options are not compiled for later architectures."""
+        wanted = arch or CPU
+        nearest = max((a for a in self.archs if a <= wanted), default=min(self.archs, default=wanted))
+        key = text_of(tile), dtype_of(problem)
+        rows = [row for a in {nearest, min(nearest, CPU)} for row in self._rows.get((a, *key), ())]
+        if not rows:
+            return 0
+        width, options = max(problem.D, problem.Dv), options_of(problem)
+        found = (
+            spilled.get(next((w for w in widths_for(own) if w >= width), width), 0)
+            for own, spilled in rows
+            if own <= options
+        )
+        return max(found, default=0)
+
+
+def spilled(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> int:
+    """Bytes of registers per thread that `tile` spills, by the kernel's table; 0: none, or not in the table."""
+    file = path(kernel)
+    try:
+        changed = file.stat().st_mtime_ns
+    except OSError:
+        return 0
+    return _table(file, changed).spilled(problem, tile, arch)
+
+
+@lru_cache(maxsize=64)
+def _table(file: Path, changed: int) -> Table:
+    found = read(file)
+    return Table(found["archs"], found["rows"])

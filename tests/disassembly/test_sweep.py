@@ -1,0 +1,160 @@
+"""`compile --sweep`, and the tables of spilled registers in the repository."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from project import SEED
+
+from sandbox.core import registry
+from sandbox.core.errors import CompileError
+from sandbox.disassembly import sweep
+from sandbox.engine import choose, spills
+from sandbox.spec import Kernel, Problem, Tile
+from sandbox.toolchain import arch, nvrtc
+
+WIDE, NARROW = (Tile(BLOCK_M=64, BLOCK_N=n) for n in (64, 32))
+PLAIN = Problem(1, 1, 64, 64, 64, dtype="float16")
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Kernel:
+    """fwd_minimal with two tiles, in a folder without tables."""
+    return dataclasses.replace(registry.get("fwd_minimal"), source=tmp_path / "fwd_minimal.cu", tiles=(WIDE, NARROW))
+
+
+def sampled_rows(count: int) -> list[tuple[Kernel, spills.Row, int]]:
+    """(kernel, row, head dimension), from all tables."""
+    kernels = registry.kernels().values()
+    every = [(k, row, D) for k in kernels for row in spills.read(spills.path(k))["rows"] for D in row.spilled]
+    return random.Random(SEED).sample(every, min(count, len(every)))
+
+
+def problems_of(row: spills.Row, kernel: Kernel, D: int) -> Iterator[Problem]:
+    """The problems from which the sweep made the row."""
+    dtype = next(of for of in kernel.dtypes if spills.dtype_of(dataclasses.replace(PLAIN, dtype=of)) == row.dtype)
+    job = sweep.Job(kernel.name, row.arch, dtype, D)
+    for case in job.cases:
+        for causal in (False, True):
+            for problem in sweep.problems(job, case, causal):
+                if spills.options_of(problem) == {*row.options.split()}:
+                    yield problem
+
+
+def test_sampled_rows_still_spill() -> None:
+    """With the NVRTC of the table, each tile spills as many bytes as its row says; the seed is SANDBOX_SEED."""
+    jobs = []
+    for kernel, row, D in sampled_rows(10):
+        if spills.read(spills.path(kernel))["nvrtc"] != nvrtc.version():
+            continue
+        tile = next(tile for tile in kernel.tiles if spills.text_of(tile) == row.tile)
+        problem = next(problems_of(row, kernel, D))
+        assert spills.spilled(kernel, problem, tile, arch.parse(row.arch)) >= row.spilled[D]
+        jobs.append((kernel, problem, tile, row, D))
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda job: sweep.spilled(*job[:3], job[3].arch), jobs)]
+    assert found == [row.spilled[D] for *_, row, D in jobs], f"SANDBOX_SEED={SEED}: {jobs}: compile --sweep"
+
+
+def test_rows_name_tiles_of_the_spec() -> None:
+    """A row of a tile that was removed or changed is never read: `compile --sweep` replaces it."""
+    for kernel in registry.kernels().values():
+        tiles = {spills.text_of(tile) for tile in kernel.tiles}
+        assert {row.tile for row in spills.read(spills.path(kernel))["rows"]} <= tiles, f"compile --sweep {kernel.name}"
+
+
+def test_the_sweep_records_tiles_up_to_one_that_does_not_spill(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that spills without options is not compiled with them."""
+    compiled = []
+
+    def spilled(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> int:
+        compiled.append((tile, spills.options_of(problem)))
+        if tile == NARROW:
+            return 0
+        return 8 if problem.D > 128 else 4 if problem.causal and problem.softcap else 16 if problem.dropout else 0
+
+    monkeypatch.setattr(sweep, "spilled", spilled)
+    monkeypatch.setattr(registry, "get", lambda name: kernel)
+    results = [sweep.run(sweep.Job(kernel.name, "sm_90", "float16", D)) for D in (128, 192)]
+    narrow, wide = ({row.options: row.spilled for row in result.rows} for result in results)
+    assert wide == {"": {192: 8}}
+    assert {options for tile, options in compiled if tile == WIDE and "SOFTCAP=1" in options} >= {
+        frozenset({"SOFTCAP=1"})
+    }
+    assert narrow["CAUSAL=1 SOFTCAP=1"] == {128: 4}
+    assert narrow["DROPOUT=1"] == {128: 16}
+    assert not any("DROPOUT=1" in options and len(options.split()) > 1 for options in narrow)
+    sweep.store(kernel, results)
+    lines = spills.path(kernel).read_text().splitlines()
+    assert lines[0] == f'{{"nvrtc": "{nvrtc.version()}", "archs": ["sm_90"], "rows": ['
+    assert lines[1] == '["sm_90", "BLOCK_M=64,BLOCK_N=64", "float16", "", {"192": 8}],'
+    assert lines[1:-1] == sorted(lines[1:-1])
+    sweep.store(kernel, [sweep.Result(sweep.Job(kernel.name, "sm_80", "float16", 64), [], 1, [])])
+    found = spills.read(spills.path(kernel))
+    assert (found["archs"], len(found["rows"])) == (["sm_80", "sm_90"], len(narrow) + 1)
+    sweep.store(kernel, [sweep.Result(sweep.Job(kernel.name, "sm_90", "float16", 64), [], 1, [])])
+    assert not spills.path(kernel).exists()
+
+
+def test_the_sweep_reports_what_does_not_compile(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spilled(*_: object) -> int:
+        raise CompileError("no", source="", options=(), log="")
+
+    monkeypatch.setattr(sweep, "spilled", spilled)
+    assert any("fwd_minimal sm_100 D64 float16 " in error for error in sweep.run(
+        sweep.Job("fwd_minimal", "sm_100", "float16", 64)).errors)  # fmt: skip
+
+
+def test_rows_apply_to_more_options_and_smaller_head_dimensions(kernel: Kernel) -> None:
+    """Of both 16-bit dtypes, of the CPU backend, and of later architectures; not of earlier ones."""
+    tile = dataclasses.replace
+    rows = [
+        spills.Row("sm_90", spills.text_of(WIDE), "float16", "SOFTCAP=1", {128: 8}),
+        spills.Row("sm_80", spills.text_of(WIDE), "float16", "", {48: 4, 256: 12}),
+    ]
+    spills.write(spills.path(kernel), "13.5", ["sm_80", "sm_90"], rows)
+    of = lambda arch, D, **more: spills.spilled(kernel, tile(PLAIN, D=D, Dv=D, **more), WIDE, arch)  # noqa: E731
+    assert of((9, 0), 128, softcap=2.0) == of((9, 0), 104, softcap=2.0) == of((12, 0), 104, softcap=2.0) == 8
+    assert (
+        of((9, 0), 104, softcap=2.0, causal="top-left", sink=True, dtype="bfloat16") == of(None, 128, softcap=2.0) == 8
+    )
+    assert of((9, 0), 128) == of((9, 0), 96, softcap=2.0) == of((8, 0), 128, softcap=2.0) == 0
+    assert of((8, 6), 40) == of((7, 5), 48) == 4
+    assert of((8, 0), 64) == of((8, 0), 32) == of((8, 0), 256, dtype="float32") == 0
+    assert spills.spilled(kernel, PLAIN, NARROW, (8, 0)) == 0
+    assert spills.text_of(Tile(BLOCK_M=64, BLOCKS=132)) == spills.text_of(Tile(BLOCK_M=64, BLOCKS=78)) == "BLOCK_M=64"
+
+
+def test_selection_avoids_tiles_that_spill(kernel: Kernel) -> None:
+    """A tile that is requested is used; of tiles that all spill, the one that spills least."""
+    wide, narrow = (spills.text_of(tile) for tile in (WIDE, NARROW))
+    chosen = lambda *tile: choose.choose_tile(kernel, PLAIN, (9, 0), *tile)  # noqa: E731
+    assert chosen() == WIDE
+    spills.write(spills.path(kernel), "13.5", ["sm_90"], [spills.Row("sm_90", wide, "float16", "", {64: 16})])
+    assert chosen() == NARROW
+    assert chosen(WIDE) == WIDE
+    both = [spills.Row("sm_90", tile, "float16", "", {64: n}) for tile, n in ((wide, 16), (narrow, 300))]
+    spills.write(spills.path(kernel), "13.5.1", ["sm_90"], both)
+    assert chosen() == WIDE
+
+
+@pytest.mark.parametrize(
+    ("spilled", "first", "name"), [(200, 0, "high"), (300, 0, "low"), (4, 1, "low"), (0, 1, "high")]
+)
+def test_a_kernel_that_spills_much_is_tried_last(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, spilled: int, first: int, name: str
+) -> None:
+    """A kernel for certain problems is not first for them if it spills at all."""
+    high = dataclasses.replace(kernel, name="high", rung=4, first_for=lambda p: bool(first), tiles=(WIDE,))
+    low = dataclasses.replace(kernel, name="low", rung=1)
+    row = spills.Row("sm_90", spills.text_of(WIDE), "float16", "", {64: spilled})
+    spills.write(spills.path(high), "13.5", ["sm_90"], [row])
+    monkeypatch.setattr(registry, "kernels", lambda: {"low": low, "high": high})
+    assert choose.choose_kernel(PLAIN, "forward", (9, 0)).name == name
+    monkeypatch.setattr(registry, "kernels", lambda: {"high": high})
+    assert choose.choose_kernel(PLAIN, "forward", (9, 0)).name == "high"
