@@ -7,7 +7,6 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_b
 SMEM = 232448  # bytes of shared memory per block
 WAVE = 132  # blocks that run at the same time: one per SM
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such work tiles are short
-FEW_REGISTERS = {"window", "alibi", "sink", "key_lengths", "ragged"}  # options for BLOCK_M=128
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per query tile and head of a group
 
 
@@ -50,7 +49,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Limits of registers (of the two consumer warpgroups) and of shared memory."""
+    """The tile for each head dimension, and limits of shared memory."""
     smem = smem_bytes(p, t)
     fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else t.BLOCK_M, 128)
     rules = (
@@ -59,8 +58,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N} is not supported at D={p.D}: use {fits[0]} and {fits[1]}",
         ),
         (
-            t.BLOCK_M < 128 or p.options <= FEW_REGISTERS,
-            f"BLOCK_M=128 spills registers with {', '.join(sorted(p.options - FEW_REGISTERS))}: use 64",
+            t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
+            "BLOCK_M=128 with a bias or a mask is not supported: they have boxes or bits of 64 rows; use BLOCK_M=64",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM}"),
     )
@@ -130,6 +129,7 @@ nondeterministic = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
+    rank=lambda p, t: bool(t.BLOCK_M == 128 and (p.dropout or p.score)),  # measured with 64 rows only
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
         *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score"),

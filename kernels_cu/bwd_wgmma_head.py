@@ -17,8 +17,6 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """Plain problems with narrow heads: `bwd_wgmma` is as fast or faster for all others."""
     if not p.plain or p.ragged:
         return "score options and ragged batches are not supported: use bwd_wgmma"
-    if 32 < p.D <= 48:
-        return f"D={p.D} is not supported: it spills registers with a causal mask; use bwd_wgmma"
     if p.group * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
         return f"{p} is not supported: the loop counters overflow with so many query or key tiles; use bwd_wgmma"
     return unsupported_by_wgmma(p, arch, "bwd_block2d")

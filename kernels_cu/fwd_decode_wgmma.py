@@ -38,12 +38,10 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why a tile is not supported: wgmma, registers, or shared memory of an SM."""
+    """Why a tile is not supported: wgmma, or shared memory of an SM."""
     limit = SM_SMEM // t.BLOCKS_PER_SM - 1024
     rules = (
         (t.BLOCK_M in (16, 32, 64), f"BLOCK_M={t.BLOCK_M} must be 16, 32 or 64: packed rows"),
-        (t.BLOCK_M < 64 or p.plain, "BLOCK_M=64 does not support score options (a window spills): use BLOCK_M=32"),
-        (t.BLOCK_M == 16 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills registers with dropout: use BLOCK_M=16"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: the rows of wgmma"),
         (smem_bytes(p, t) <= limit, f"tile {t} needs {smem_bytes(p, t)} bytes of shared memory: the limit is {limit}"),
     )
