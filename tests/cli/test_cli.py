@@ -176,6 +176,12 @@ def test_score_options_are_compiled_in(command: str, tmp_path: Path) -> None:
         assert (shown.exit_code, "undeclared" in shown.stderr) == (status, bool(status)), shown.output
 
 
+def test_compile_sweep() -> None:
+    """No row: the kernel has one tile, which does not spill, and no file is written."""
+    rows = parsed("compile", "--sweep", "bwd_wgmma_head", "--arch", "sm_90a", "--jobs", "2")
+    assert rows == [{"kernel": "bwd_wgmma_head", "compiled": 6, "rows": 0}]
+
+
 def test_compile_reports_unsupported_problems() -> None:
     options = (
         "compile",
@@ -375,6 +381,8 @@ def test_help(command: tuple[str, ...]) -> None:
             "sm_89 is an architecture, not a kernel: write --arch sm_80 --arch sm_89",
         ),
         (("compile", "sm_90a"), "sm_90a is an architecture, not a kernel: write --arch sm_90a"),
+        (("compile", "--sweep", "--tile", "BLOCK_M=64"), "--tile is not supported with --sweep"),
+        (("compile", "--jobs", "2"), "--jobs needs --sweep"),
         (("compile", "--arch", "sm_42"), 'sandbox: arch "sm_42" is not supported: choose one of sm_75'),
         (
             ("compile", "-D", "64,wide"),
