@@ -1,10 +1,11 @@
 // Rung 4 of the backward, for small head dimensions (HEAD_DIM <= 64): bwd_wgmma with persistent blocks.
 //
-// A work tile is an n_block of a key/value head: dK and dV of its keys stay in registers during the loop over m_blocks. In
-// bwd_wgmma 7000 ... 10000 cycles, the time of two m_blocks, pass between the last wgmma of a block and the first one of the
-// next block on the SM. Here the m_blocks of consecutive work tiles form one mainloop. K is double-buffered: the last dQ of a work
-// tile is computed in the first iteration of the next work tile. dV and dK are staged and stored like dQ, while the other consumer
-// computes. All iterations run the same code, because ptxas would serialise the wgmmas of two loop bodies.
+// A work tile is an n_block of a key/value head: dK and dV of its keys stay in registers during the loop over m_blocks.
+// In bwd_wgmma 7000 ... 10000 cycles, the time of two m_blocks, pass between the last wgmma of a block and the first
+// one of the next block on the SM. Here the m_blocks of consecutive work tiles form one mainloop. K is double-buffered:
+// the last dQ of a work tile is computed in the first iteration of the next work tile. dV and dK are staged and stored
+// like dQ, while the other consumer computes. All iterations run the same code, because ptxas would serialise the
+// wgmmas of two loop bodies.
 //
 // clang-format off
 //   warp 0        tile scheduler: fetches and publishes work tiles; loads Q and dO per m_block, K and V with the first m_block
@@ -16,86 +17,81 @@
 //                  second K [BLOCK_N] | mbarriers, work tiles, `StagedStore` descriptions
 // clang-format on
 //
-// Load and store warps have 24 registers (setmaxnreg). If they spill, ptxas adds register copies to the consumers' loops, too. So these
-// warps read a published value (one that warp 0 has written to shared memory) again instead of keeping it.
+// Load and store warps have 24 registers (setmaxnreg). If they spill, ptxas adds register copies to the consumers'
+// loops, too. So these warps read a published value (one that warp 0 has written to shared memory) again instead of
+// keeping it.
 #define DETERMINISTIC 0
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
+#include "bwd_epilogue.cuh"
+#include "bwd_load.cuh"
+#include "bwd_mainloop.cuh"
 #include "bwd_postprocess.cuh"
-#include "pipeline.cuh"
 #include "non_finite.cuh"
-#include "score_mod.cuh"
-#include "swizzle.cuh"
-#include "bwd_fragment.cuh"
 
-constexpr unsigned THREADS = 384;
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16;                   // columns from HEAD_DIM on are zeros
 constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
-constexpr int ACCUM_AT = 32;                                       // offset of the accumulators in dQ_accum; element 0 is the tile counter
-static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64, "each of two consumers owns 64 keys and 64 rows of dQ");
-static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO use the tiles of K and Q: HEAD_DIM_V must not exceed HEAD_DIM");
-static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
+constexpr int ACCUM_AT = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
+static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
+              "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(Head::LINEAR && !Head::ELEMENT_MASK && !Head::MAPPED && !DROPOUT && !RAGGED,
               "masks must be ranges: use bwd_wgmma for other options");
 
-using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
-using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;
-using SmemLayoutPdS = Swizzled<BLOCK_M, BLOCK_N>;  // dS
-using SmemLayoutdKV = Swizzled<64, D_PAD>;         // a consumer's dK or dV
 constexpr unsigned STAGING_BYTES = 4 * DQ_PART > SmemLayoutdKV::BYTES ? 4 * DQ_PART : SmemLayoutdKV::BYTES;
 
 // Shared memory: offsets in bytes.
-constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES, dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES,
-                   dS_AT = dO_AT + STAGES * SmemLayoutQ::BYTES, STAGING_AT = dS_AT + 2 * SmemLayoutPdS::BYTES,
-                   STATS_AT = STAGING_AT + 2 * STAGING_BYTES, SECOND_K_OFFSET = STATS_AT + STAGES * 8 * BLOCK_M, BARRIERS_AT = SECOND_K_OFFSET + SmemLayoutK::BYTES;
+constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,
+                   dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + STAGES * SmemLayoutQ::BYTES,
+                   STAGING_AT = dS_AT + 2 * SmemLayoutPdS::BYTES, STATS_AT = STAGING_AT + 2 * STAGING_BYTES,
+                   SECOND_K_OFFSET = STATS_AT + STAGES * 8 * BLOCK_M,
+                   BARRIERS_AT = SECOND_K_OFFSET + SmemLayoutK::BYTES;
 static_assert(SECOND_K_OFFSET % 1024 == 0, "tiles are aligned to 1024 bytes");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// A work tile as warp 0 publishes it: its keys, its m_block range, and the rows to which all 64 keys of a consumer are visible.
+// A work tile as warp 0 publishes it: its keys, its m_block range, and the rows to which all 64 keys of a consumer are
+// visible.
 struct BwdWorkTile {
     int key_tile, kv_head, b;  // b < 0: invalid
     int begin, end;            // m_block range in query rows; begin is a multiple of BLOCK_M
     Range fully_visible[2];
 };
-// Description of one use of the staging buffers. A consumer stages, in this order: in the iteration of each tile dQ of the previous
-// tile; after the last tile of a work tile, dV and then dK. The description of an iteration contains its own tile, not the previous
-// one, which the store warp remembers.
+// Description of one use of the staging buffers. A consumer stages, in this order: in the iteration of each tile dQ of
+// the previous tile; after the last tile of a work tile, dV and then dK. The description of an iteration contains its
+// own tile, not the previous one, which the store warp remembers.
 struct StagedStore {
     int m0, n0, h, b;                                  // h: query head; for dV and dK the key/value head
     static constexpr int dV = -1, dK = -2, LAST = -3;  // values of m0; LAST: dQ of the block's last tile
 };
 constexpr unsigned STAGING_SLOTS = 16;  // ring buffer of descriptions: warp 0 is at most eight ahead of the store warps
-constexpr int NEEDS_MASK = 1, LAST_TILE = 2;  // flags of a tile: the mask hides some elements; last m_block of the work tile
+constexpr int NEEDS_MASK = 1,
+              LAST_TILE = 2;  // flags of a tile: the mask hides some elements; last m_block of the work tile
 
-// The mbarriers, 8 bytes each, and the published values.
-constexpr unsigned EMPTY_K = BARRIERS_AT, EMPTY_V = EMPTY_K + 16, FULL_Q = EMPTY_V + 8, EMPTY_Q = FULL_Q + 8 * STAGES,
-                   FULL_dO = EMPTY_Q + 8 * STAGES, EMPTY_dO = FULL_dO + 8 * STAGES, FULL_STAGING = EMPTY_dO + 8 * STAGES,
-                   EMPTY_STAGING = FULL_STAGING + 16, FULL_dS = EMPTY_STAGING + 16, FULL_TILE = FULL_dS + 16, EMPTY_TILE = FULL_TILE + 16,
-                   TILES_AT = EMPTY_TILE + 16, NON_FINITE_AT = TILES_AT + 2 * sizeof(BwdWorkTile), FLAGS_AT = NON_FINITE_AT + 8,
-                   STAGING_SLOTS_AT = FLAGS_AT + STAGES * 8;
-static_assert(STAGING_SLOTS_AT + STAGING_SLOTS * sizeof(StagedStore) <= SMEM_BYTES, "mbarriers and published values have 1024 bytes");
+using EmptyK = BarrierArray<BARRIERS_AT, 2>;  // per K buffer: both consumers have read it
+using EmptyV = BarrierArray<EmptyK::END, 1>;
+using Barriers = BwdBarriers<EmptyV::END>;  // its arrays of dQ are those of the staging buffers
+using QPipeline = Barriers::QPipeline;
+using dOPipeline = Barriers::dOPipeline;
+using WorkTilePipeline = Pipeline<Barriers::END>;  // published work tiles
+static_assert(STAGES == 2, "two work tiles are published at a time");
+constexpr unsigned TILES_AT = WorkTilePipeline::END, NON_FINITE_AT = TILES_AT + 2 * sizeof(BwdWorkTile),
+                   FLAGS_AT = NON_FINITE_AT + 8, STAGING_SLOTS_AT = FLAGS_AT + STAGES * 8;
+static_assert(STAGING_SLOTS_AT + STAGING_SLOTS * sizeof(StagedStore) <= SMEM_BYTES,
+              "mbarriers and published values have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
-    mbarrier_init(base + EMPTY_V, 8);
-    for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(base + FULL_Q + 8 * stage, 2);   // arrivals: the TMA load; LSE, delta and flags
-        mbarrier_init(base + EMPTY_Q + 8 * stage, 8);  // one lane per consumer warp
-        mbarrier_init(base + FULL_dO + 8 * stage, 1);
-        mbarrier_init(base + EMPTY_dO + 8 * stage, 8);
-    }
+    mbarrier_init(EmptyV::at(base, 0), 8);
+    Barriers::init_stages(base);
     for (unsigned i = 0; i < 2; ++i) {
-        mbarrier_init(base + EMPTY_K + 8 * i, 8);
-        mbarrier_init(base + FULL_STAGING + 8 * i, 4);
-        mbarrier_init(base + EMPTY_STAGING + 8 * i, 1);
-        mbarrier_init(base + FULL_dS + 8 * i, 8);
-        mbarrier_init(base + FULL_TILE + 8 * i, 1);
-        mbarrier_init(base + EMPTY_TILE + 8 * i, 9);  // one lane of warp 1 and of each consumer warp
+        mbarrier_init(EmptyK::at(base, i), 8);
+        Barriers::init_pair(base, i);
+        mbarrier_init(WorkTilePipeline::full(base, i), 1);
+        mbarrier_init(WorkTilePipeline::empty(base, i), 9);  // one lane of warp 1 and of each consumer warp
     }
     fence_proxy_async();
 }
 
-// Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head groups, first
-// n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head has at most four n_blocks.
+// Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
+// groups, first n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head
+// has at most four n_blocks.
 __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk, unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
     unsigned width = 1;  // heads of an L2 head group
@@ -104,7 +100,8 @@ __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score
         const unsigned groups = min(max((heads * key_tiles + wave / 2) / wave, 1u), heads);
         width = (heads + groups - 1) / groups;
     }
-    const unsigned first = number / (width * key_tiles) * width, group_heads = min(width, max(heads, first + 1) - first);
+    const unsigned first = number / (width * key_tiles) * width,
+                   group_heads = min(width, max(heads, first + 1) - first);
     const unsigned index = number - first * key_tiles, head = first + index % group_heads;
     BwdWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
                           head < heads ? static_cast<int>(head / Hk) : -1};
@@ -115,28 +112,20 @@ __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score
     const Range queries = bound.queries(n0, n0 + BLOCK_N);
     work_tile.begin = queries.begin / BLOCK_M * BLOCK_M, work_tile.end = queries.end;
     for (int consumer = 0; consumer < 2; ++consumer)
-        work_tile.fully_visible[consumer] = bound.fully_visible_queries<true>(n0 + 64 * consumer, n0 + 64 * consumer + 64);
+        work_tile.fully_visible[consumer] =
+            bound.fully_visible_queries<true>(n0 + 64 * consumer, n0 + 64 * consumer + 64);
     return work_tile;
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
-    const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
-    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
-    const float* LSE,                              // (B, H, Sq), contiguous
-    const float* delta,                            // (B, H, Sq), contiguous
-    float* dQ_accum,                               // tile counter, at ACCUM_AT (B, H, query tiles, DQ_TILE); all zeros
-    const __grid_constant__ View<dtype> dK,        // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<dtype> dV,        // (B, Hk, Sk, HEAD_DIM_V)
-    const __grid_constant__ TensorMap Q_tile_map,  // boxes of BLOCK_M rows
-    const __grid_constant__ TensorMap dO_tile_map,
-    const __grid_constant__ TensorMap K_map,       // boxes of BLOCK_N rows
-    const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dK_map,      // boxes of 64 rows
-    const __grid_constant__ TensorMap dV_map,
-    int B, int Hk,
-    int group,                                     // H / Hk
+    const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
+    const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
+    const float* delta,
+    float* dQ_accum,  // tile counter, at ACCUM_AT (B, H, query tiles, DQ_TILE); all zeros
+    const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV,
+    const __grid_constant__ TensorMap Q_tile_map, const __grid_constant__ TensorMap dO_tile_map,
+    const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
+    const __grid_constant__ TensorMap dK_map, const __grid_constant__ TensorMap dV_map, int B, int Hk, int group,
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
@@ -144,21 +133,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     __syncthreads();  // mbarriers are initialised
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
-    const auto work_tile_slot = [&](unsigned tile_index) -> volatile BwdWorkTile& {
+    const auto work_tile_slot = [&](unsigned tile_index)->volatile BwdWorkTile& {
         return reinterpret_cast<volatile BwdWorkTile*>(smem + TILES_AT)[tile_index % 2];
     };
-    const auto staged_store = [&](unsigned n) -> volatile StagedStore& {
+    const auto staged_store = [&](unsigned n)->volatile StagedStore& {
         return reinterpret_cast<volatile StagedStore*>(smem + STAGING_SLOTS_AT)[n % STAGING_SLOTS];
     };
-    const auto flags_of = [&](unsigned i, unsigned consumer) -> volatile int& {
+    const auto flags_of = [&](unsigned i, unsigned consumer)->volatile int& {
         return reinterpret_cast<volatile int*>(smem + FLAGS_AT)[2 * stage_of(i) + consumer];
     };
     // Whether the consumer writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
-    const auto non_finite_flags = [&](unsigned consumer) -> volatile int& {
+    const auto non_finite_flags = [&](unsigned consumer)->volatile int& {
         return reinterpret_cast<volatile int*>(smem + NON_FINITE_AT)[consumer];
     };
-    const auto wait_work_tile = [&](unsigned tile_index) { mbarrier_wait(base + FULL_TILE + 8 * (tile_index % 2), tile_index / 2 % 2); };
-    const auto release_work_tile = [&](unsigned tile_index) { mbarrier_arrive(base + EMPTY_TILE + 8 * (opaque(tile_index) % 2)); };
+    const auto wait_work_tile = [&](unsigned tile_index) { WorkTilePipeline::wait(base, tile_index); };
+    const auto release_work_tile = [&](unsigned tile_index) { WorkTilePipeline::release(base, opaque(tile_index)); };
     // Loop over the m_blocks of a work tile: head of the group and first row; head = group after the last one.
     const auto first_m_block = [&](unsigned tile_index, int& head, int& m0) {
         const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
@@ -173,7 +162,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     if (warp < 4) {
         setmaxnreg_dec<24>();
         if (warp == 0 && elect()) {
-            unsigned i = 0, staged_count = 0, nonempty_tiles = 0;  // counts: m_blocks; descriptions; work tiles with visible queries
+            unsigned i = 0, staged_count = 0,
+                     nonempty_tiles = 0;  // counts: m_blocks; descriptions; work tiles with visible queries
 #pragma unroll 1
             for (unsigned tile_index = 0;; ++tile_index) {
                 const auto publish_store = [&](unsigned n, int m0, int h) {
@@ -183,17 +173,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                     entry.h = h;
                     entry.b = work_tile_slot(tile_index).b;
                 };
-                // Published before the last m_block of the work tile is loaded, or with the work tile if it has no m_blocks.
+                // Published before the last m_block of the work tile is loaded, or with the work tile if it has no
+                // m_blocks.
                 const auto publish_dKV_stores = [&](unsigned n) {
 #pragma unroll 1
                     for (int kind = StagedStore::dV; kind >= StagedStore::dK; --kind)
                         publish_store(n++, kind, work_tile_slot(tile_index).kv_head);
                 };
                 {  // The tile counter is read late, when consumers are at most STAGES tiles behind, for load balance.
-                    const unsigned number =
-                        tile_index ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u) : block_index_x();
+                    const unsigned number = tile_index
+                                                ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u)
+                                                : block_index_x();
                     const BwdWorkTile work_tile = work_tile_of(number, score, Hk, B);
-                    mbarrier_wait(base + EMPTY_TILE + 8 * (tile_index % 2), tile_index / 2 % 2 ^ 1);
+                    WorkTilePipeline::acquire(base, tile_index);
                     volatile BwdWorkTile& published = work_tile_slot(tile_index);
                     published.key_tile = work_tile.key_tile;
                     published.kv_head = work_tile.kv_head;
@@ -206,7 +198,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                     }
                     if (work_tile.b < 0) staged_store(staged_count).m0 = StagedStore::LAST;
                     else if (work_tile.begin >= work_tile.end) publish_dKV_stores(staged_count);
-                    mbarrier_arrive(base + FULL_TILE + 8 * (tile_index % 2));
+                    mbarrier_arrive(WorkTilePipeline::full(base, tile_index % 2));
                     if (work_tile.b < 0) break;
                 }
                 const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
@@ -215,30 +207,33 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                 first_m_block(tile_index, head, m0);
 #pragma unroll 1
                 while (head < group) {
-                    // Loads Q or dO, with K or V in the first m_block. A dimension with stride 0 (broadcast) has size 1 in the tensor map:
-                    // its coordinate is 0.
+                    // Loads Q or dO, with K or V in the first m_block. A dimension with stride 0 (broadcast) has size 1
+                    // in the tensor map: its coordinate is 0.
                     const auto load_tile = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                               const TensorMap& keys_map, const View<const dtype>& keys, unsigned keys_tile,
-                                               unsigned full) {
+                                               const TensorMap& keys_map, const View<const dtype>& keys,
+                                               unsigned keys_tile, SmemAddr full) {
                         TIMELINE(load);
                         const volatile StagedStore& entry = staged_store(staged_count);
-                        SmemLayoutQ::load(base + tile + stage_of(i) * SmemLayoutQ::BYTES, map, entry.m0, tensor.stride_h ? entry.h : 0,
-                                         tensor.stride_b ? entry.b : 0, base + full + 8 * stage_of(i), first ? SmemLayoutK::BYTES : 0);
+                        SmemLayoutQ::load(base + tile + stage_of(i) * SmemLayoutQ::BYTES, map, entry.m0,
+                                          tensor.stride_h ? entry.h : 0, tensor.stride_b ? entry.b : 0, full,
+                                          first ? SmemLayoutK::BYTES : 0);
                         if (first)
-                            SmemLayoutK::load_part(base + keys_tile, keys_map, 0, entry.n0, keys.stride_h ? work_tile.kv_head : 0,
-                                             keys.stride_b ? entry.b : 0, base + full + 8 * stage_of(i));
+                            SmemLayoutK::load_part(base + keys_tile, keys_map, 0, entry.n0,
+                                                   keys.stride_h ? work_tile.kv_head : 0, keys.stride_b ? entry.b : 0,
+                                                   full);
                     };
                     TIMELINE(wait_empty);
-                    mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
+                    QPipeline::acquire(base, i);
                     publish_store(staged_count, m0, work_tile.kv_head * group + head);
                     next_m_block(tile_index, head, m0);
                     if (head == group) publish_dKV_stores(staged_count + 1);
-                    if (first) mbarrier_wait(base + EMPTY_K + nonempty_tiles % 2 * 8, nonempty_tiles / 2 % 2 ^ 1);
-                    load_tile(Q_tile_map, Q, Q_AT, K_map, K, nonempty_tiles % 2 * SECOND_K_OFFSET, FULL_Q);
+                    if (first) mbarrier_wait(EmptyK::at(base, nonempty_tiles % 2), nonempty_tiles / 2 % 2 ^ 1);
+                    load_tile(Q_tile_map, Q, Q_AT, K_map, K, nonempty_tiles % 2 * SECOND_K_OFFSET,
+                              QPipeline::full(base, stage_of(i)));
                     TIMELINE(wait_empty);
-                    mbarrier_wait(base + EMPTY_dO + 8 * stage_of(i), parity_of(i) ^ 1);
-                    if (first) mbarrier_wait(base + EMPTY_V, nonempty_tiles % 2 ^ 1);
-                    load_tile(dO_tile_map, dO, dO_AT, V_map, V, V_AT, FULL_dO);
+                    dOPipeline::acquire(base, i);
+                    if (first) mbarrier_wait(EmptyV::at(base, 0), nonempty_tiles % 2 ^ 1);
+                    load_tile(dO_tile_map, dO, dO_AT, V_map, V, V_AT, dOPipeline::full(base, stage_of(i)));
                     nonempty_tiles += first;
                     first = false;
                     ++staged_count;
@@ -259,12 +254,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
 #pragma unroll 1
                 while (head < group) {
                     TIMELINE(wait_empty);
-                    const unsigned lane = thread_index_x() % 32;  // recomputed to save a register
+                    const unsigned lane = thread_index_x() % 32;       // recomputed to save a register
                     const int row = m0 + lane, rows = score.Sq - row;  // valid rows from the lane's first row on
                     const unsigned query_head = (work_tile.b * opaque(Hk) + work_tile.kv_head) * group + head;
-                    const unsigned long long from = static_cast<unsigned long long>(query_head) * static_cast<unsigned>(score.Sq) + row;
+                    const unsigned long long from =
+                        static_cast<unsigned long long>(query_head) * static_cast<unsigned>(score.Sq) + row;
                     const unsigned to = STATS_AT + 4 * (2 * stage_of(i) * BLOCK_M + lane);
-                    mbarrier_wait(base + EMPTY_Q + 8 * stage_of(i), parity_of(i) ^ 1);
+                    QPipeline::acquire(base, i);
                     TIMELINE(load_stats);
                     // cp.async needs no registers: with plain loads ptxas waits for each one before it issues the next.
 #pragma unroll
@@ -281,13 +277,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                         x = t < rows && lse != -INF ? -lse * Head::LOG2E : -INF;  // no visible key: P is 0
                         if (Head::is_large(lse)) x = NOT_A_NUMBER;
                     }
-                    const volatile Range& unmasked = work_tile.fully_visible[lane % 2];  // used by lanes 0 and 1, for consumers 0 and 1
+                    const volatile Range& unmasked =
+                        work_tile.fully_visible[lane % 2];  // used by lanes 0 and 1, for consumers 0 and 1
                     // Rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
                     const int flags = (m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end) ? NEEDS_MASK : 0;
                     next_m_block(tile_index, head, m0);
                     if (lane < 2) flags_of(i, lane) = flags | (head < group ? 0 : LAST_TILE);
                     __syncwarp();  // all lanes have written before lane 0 arrives
-                    if (lane == 0) mbarrier_arrive(base + FULL_Q + 8 * stage_of(i));
+                    if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
                     ++i;
                 }
                 __syncwarp();  // all lanes have read the work tile
@@ -300,13 +297,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
             int previous_dQ_tile = -1;  // tile of the previous description, whose dQ is staged now; -1: none
             const auto wait_staging = [&](unsigned n) {
                 TIMELINE(wait_dQ);
-                mbarrier_wait(base + FULL_STAGING + 8 * consumer, n % 2);
+                mbarrier_wait(Barriers::FulldQ::at(base, consumer), n % 2);
                 TIMELINE(store_dQ);
             };
             const auto release_staging = [&] {
                 tma_store_commit();
                 tma_store_wait_read();
-                mbarrier_arrive(base + EMPTY_STAGING + 8 * consumer);
+                mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));
             };
             wait_staging(0);  // the consumer's first commit has no data
             release_staging();
@@ -317,11 +314,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                 const int kind = entry.m0;
                 if (kind == StagedStore::dV || kind == StagedStore::dK) {
                     if (!non_finite_flags(consumer))
-                        tma_store(kind == StagedStore::dV ? dV_map : dK_map, 0, entry.n0 + 64 * consumer, entry.h, entry.b, from);
+                        tma_store(kind == StagedStore::dV ? dV_map : dK_map, 0, entry.n0 + 64 * consumer, entry.h,
+                                  entry.b, from);
                 } else {
-                    const unsigned long long offset = static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE + consumer * DQ_PART;
+                    const unsigned long long offset =
+                        static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE + consumer * DQ_PART;
                     if (previous_dQ_tile >= 0) tma_reduce_add(dQ_accum + ACCUM_AT + offset, from, 4 * DQ_PART);
-                    if (kind >= 0) previous_dQ_tile = (entry.b * opaque(Hk) * group + entry.h) * query_tiles<BLOCK_M>(score) + kind / BLOCK_M;
+                    if (kind >= 0)
+                        previous_dQ_tile =
+                            (entry.b * opaque(Hk) * group + entry.h) * query_tiles<BLOCK_M>(score) + kind / BLOCK_M;
                 }
                 release_staging();
                 if (kind == StagedStore::LAST) break;
@@ -332,107 +333,75 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     }
 
     setmaxnreg_inc<240>();
-    // Named barriers: of this consumer, and for ping-pong.
-    const unsigned consumer = warp / 4 - 1, consumer_barrier = 2 + consumer, scheduler_barrier = 4 + consumer,
-                   next_scheduler_barrier = 5 - consumer;
+    const unsigned consumer = warp / 4 - 1;
     const int key_offset = 64 * consumer;  // first key of the consumer within the work tile
     const float exponent = Head::unit_of(score) * Head::LOG2E;
     const SmemAddr staging = base + STAGING_AT + consumer * STAGING_BYTES;
     float dK_rmem[D_PAD / 2], dV_rmem[D_PAD / 2];
     unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];
-    // Counters over all work tiles: i: m_blocks; staged_count: uses of the staging buffer, of which the first has no data; K_index: index
-    // of the work tile among those with visible queries, modulo 2 its K buffer; previous_K_index: the same for the previous m_block.
+    // Counters over all work tiles: i: m_blocks; staged_count: uses of the staging buffer, of which the first has no
+    // data; K_index: index of the work tile among those with visible queries, modulo 2 its K buffer; previous_K_index:
+    // the same for the previous m_block.
     unsigned i = 0, staged_count = 1, K_index = ~0u, previous_K_index = ~0u;
 
-    const auto wait_full = [&](unsigned full, unsigned i) { mbarrier_wait(base + full + 8 * stage_of(i), parity_of(i)); };
-    const auto release = [&](unsigned empty, unsigned i, bool pred) {
-        __syncwarp();  // all lanes have read LSE and delta
-        if (lane == 0 && pred) mbarrier_arrive(base + empty + 8 * stage_of(i));
-    };
     const auto K_tile_at = [&](unsigned index) { return K_AT + index % 2 * SECOND_K_OFFSET; };
-    // S^T or dP^T: the consumer's keys times the queries. Columns of V and dO from HEAD_DIM_V on are zeros, so those of dV are, too.
-    const auto mma_SdP = [&](float (&C)[BLOCK_M / 2], int columns, unsigned keys_at, unsigned queries_at) {
-        const Descriptor A = SmemLayoutK::k_major(base + keys_at + key_offset * 128), B = SmemLayoutQ::k_major(base + queries_at);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < (columns + 15) / 16; ++step)
-            wgmma<Order::K_MAJOR>(C, A + SmemLayoutK::k_step(step), B + SmemLayoutQ::k_step(step), step > 0);
-        wgmma_commit();
-    };
-    // dV += P^T dO or dK += dS^T Q: all queries of the tile.
-    const auto mma_dKV = [&](float (&C)[D_PAD / 2], const unsigned (&A)[BLOCK_M / 16][4], unsigned queries_at) {
-        const Descriptor B = SmemLayoutQ::mn_major(base + queries_at);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_M / 16; ++step) wgmma<Order::MN_MAJOR>(C, A[step], B + SmemLayoutQ::mn_step(step), true);
-        wgmma_commit();
-    };
+    // S^T of the consumer's keys. Columns of V and dO from HEAD_DIM_V on are zeros, so those of dV are, too.
+    const auto keys = [&](unsigned tile) { return SmemLayoutK::k_major(base + tile + key_offset * 128); };
     // 64 rows of dQ = dS K.
-    const auto mma_dQ = [&](float (&dQ)[D_PAD / 2], unsigned dS_at) {
-        const Descriptor A = SmemLayoutPdS::k_major(base + dS_at + consumer * 8192);
-        const Descriptor B = SmemLayoutK::mn_major(base + K_tile_at(previous_K_index));
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < BLOCK_N / 16; ++step)
-            wgmma<Order::MN_MAJOR>(dQ, A + SmemLayoutPdS::k_step(step), B + SmemLayoutK::mn_step(step), step > 0);
-        wgmma_commit();
+    const auto mma_rows = [&](float (&dQ)[D_PAD / 2], unsigned dS_at) {
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * 128)),
+               SmemLayoutK::mn_major(base + K_tile_at(previous_K_index)));
     };
 
     // dQ, dV and dK use the same staging buffer: wait until it is empty, write, and commit before the next use.
-    const auto wait_staging = [&] { mbarrier_wait(base + EMPTY_STAGING + 8 * consumer, staged_count++ % 2 ^ 1); };
+    const auto wait_staging = [&] { mbarrier_wait(Barriers::EmptydQ::at(base, consumer), staged_count++ % 2 ^ 1); };
     const auto commit_staging = [&] {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
-        if (lane == 0) mbarrier_arrive(base + FULL_STAGING + 8 * consumer);
+        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
     };
-    const auto stage_dQ = [&](const float (&dQ)[D_PAD / 2]) {
+    const auto stage_tile_dQ = [&](const float (&dQ)[D_PAD / 2]) {
         wait_staging();
-        const SmemAddr to = staging + thread_index_x() % 128 * 16;
-#pragma unroll
-        for (int k = 0; k < D_PAD / 2; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+        stage_dQ(staging, dQ);
     };
-    const auto stage_dKV = [&](const float (&accum)[D_PAD / 2], float factor) {
+    const auto stage_tile_dKV = [&](const float (&accum)[D_PAD / 2], float factor) {
         wait_staging();
-#pragma unroll
-        for (int k = 0; k < D_PAD / 2; k += 8) {
-            unsigned pair[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) pair[e] = pack(accum[k + 2 * e] * factor, accum[k + 2 * e + 1] * factor);
-            stmatrix_x4(staging + SmemLayoutdKV::chunk(warp % 4 * 16 + lane % 16, k / 4 + lane / 16), pair[0], pair[1], pair[2], pair[3]);
-        }
+        stage_dKV<SmemLayoutdKV>(staging, accum, factor, warp, lane);
     };
     // Commits dS of the previous tile and the staging buffer. Called in the next iteration, and after the last one.
     const auto commit_dS = [&] {
         commit_staging();
-        if (lane == 0) mbarrier_arrive(base + FULL_dS + 8 * (i % 2));
+        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, i % 2));
     };
-    const auto wait_dS = [&] { mbarrier_wait(base + FULL_dS + 8 * (i % 2), i / 2 % 2); };
+    const auto wait_dS = [&] { mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2); };
 
     // Returns whether this was the last m_block of the work tile.
     const auto bwd_step = [&] {
-        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES, dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES, previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
+        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
+                       dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
+        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES,
+                       previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
         const float* const stats =  // of the lane's first two queries
             reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
         float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[D_PAD / 2];
         TIMELINE(wait_Q);
-        wait_full(FULL_Q, i);
+        QPipeline::wait(base, i);
         TIMELINE(S);
         const unsigned lane_flags = flags_of(i, consumer);
-        mma_SdP(S, HEAD_DIM, K_tile_at(K_index), Q_at);
+        mma_SdP<HEAD_DIM>(S, keys(K_tile_at(K_index)), SmemLayoutQ::k_major(base + Q_at));
         const unsigned flags = uniform(lane_flags);  // here: it would cost more between the scheduler barriers
         wgmma_wait<1>();                             // dK of the previous tile
-        release(EMPTY_Q, i - 1, i > 0);
+        release_stage<QPipeline>(base, i - 1, lane == 0 && i > 0);
         TIMELINE(wait_dO);
-        wait_full(FULL_dO, i);
+        dOPipeline::wait(base, i);
         TIMELINE(S);
-        mma_SdP(dP, HEAD_DIM_V, V_AT, dO_at);
+        mma_SdP<HEAD_DIM_V>(dP, keys(V_AT), SmemLayoutQ::k_major(base + dO_at));
         commit_dS();
 
         wgmma_wait<1>();  // S^T
         warpgroup_fence_operand(S);
         TIMELINE(wait_barrier);
-        named_barrier_sync(scheduler_barrier, 256);
+        named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
         TIMELINE(softmax);
         if (flags & NEEDS_MASK) {
             const volatile StagedStore& current = staged_store(staged_count - 1);
@@ -440,52 +409,43 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
             const Head bound(score, current.b, 0);
             mask_fragment<BLOCK_M / 2>(bound, coords, [&](int k) { S[k] = -INF; });
         }
-#pragma unroll
-        for (int k = 0; k < BLOCK_M / 2; k += 2) {
-            const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);  // -LSE * log2(e)
-            P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
-        }
+        compute_P(P, S, exponent, stats);
         TIMELINE(dP);
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);
-        if (lane == 0 && flags & LAST_TILE) mbarrier_arrive(base + EMPTY_V);
+        if (lane == 0 && flags & LAST_TILE) mbarrier_arrive(EmptyV::at(base, 0));
         TIMELINE(dS);
-#pragma unroll
-        for (int k = 0; k < BLOCK_M / 2; k += 2) {
-            const float2 delta_pair = *reinterpret_cast<const float2*>(stats + BLOCK_M + k / 4 * 8);
-            const float2 p = unpack(P[k / 8][k / 2 % 4]);
-            dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - delta_pair.x), p.y * (dP[k + 1] - delta_pair.y));
-        }
+        compute_dS(dS, P, dP, stats + BLOCK_M);
         wait_dS();  // both consumers have read the dS that this one overwrites
         store_transposed<SmemLayoutPdS>(base + dS_at + consumer * SmemLayoutPdS::SLAB_BYTES, warp % 4 * 2, dS);
-        named_barrier_arrive(next_scheduler_barrier, 256);
-        mma_dQ(dQ, previous_dS_at);
-        mma_dKV(dV_rmem, P, dO_at);
-        mma_dKV(dK_rmem, dS, Q_at);
+        named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);
+        mma_rows(dQ, previous_dS_at);
+        mma_dKV(dV_rmem, P, base + dO_at);
+        mma_dKV(dK_rmem, dS, base + Q_at);
 
         TIMELINE(dQ);
         wgmma_wait<2>();  // dQ
         warpgroup_fence_operand(dQ);
-        if (lane == 0 && previous_K_index != K_index) mbarrier_arrive(base + EMPTY_K + previous_K_index % 2 * 8);
+        if (lane == 0 && previous_K_index != K_index) mbarrier_arrive(EmptyK::at(base, previous_K_index % 2));
         previous_K_index = K_index;
-        stage_dQ(dQ);
+        stage_tile_dQ(dQ);
         wgmma_wait<1>();  // dV
-        release(EMPTY_dO, i, true);
+        release_stage<dOPipeline>(base, i, lane == 0);
         ++i;
         return (flags & LAST_TILE) != 0;
     };
 
     const unsigned zeros[BLOCK_M / 16][4] = {};  // dS before the first tile
-    store_transposed<SmemLayoutPdS>(base + dS_AT + SmemLayoutPdS::BYTES + consumer * SmemLayoutPdS::SLAB_BYTES, warp % 4 * 2, zeros);
-    if (consumer == 1) named_barrier_arrive(next_scheduler_barrier, 256);  // consumer 0 starts
+    store_transposed<SmemLayoutPdS>(base + dS_AT + SmemLayoutPdS::BYTES + consumer * SmemLayoutPdS::SLAB_BYTES,
+                                    warp % 4 * 2, zeros);
+    if (consumer == 1) named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);  // consumer 0 starts
 #pragma unroll 1
     for (unsigned tile_index = 0;; ++tile_index) {
         wait_work_tile(tile_index);
         if (static_cast<int>(uniform(work_tile_slot(tile_index).b)) < 0) break;
         const bool has_queries = static_cast<int>(uniform(work_tile_slot(tile_index).begin)) <
                                  static_cast<int>(uniform(work_tile_slot(tile_index).end));
-#pragma unroll
-        for (int k = 0; k < D_PAD / 2; ++k) dK_rmem[k] = dV_rmem[k] = 0.0f;
+        zero(dK_rmem), zero(dV_rmem);
         K_index += has_queries;
         if (i == 0) previous_K_index = K_index;
         bool more = has_queries;
@@ -495,15 +455,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         wgmma_wait<0>();
         warpgroup_fence_operand(dK_rmem);
         warpgroup_fence_operand(dV_rmem);
-        // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
-        const bool non_finite = named_barrier_or(consumer_barrier, 128, !finite(dV_rmem) || !finite(dK_rmem));
+        // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
+        // LSE.
+        const bool non_finite =
+            named_barrier_or(consumer_barrier(consumer), CONSUMER_THREADS, !finite(dV_rmem) || !finite(dK_rmem));
         commit_staging();
-        stage_dKV(dV_rmem, 1.0f);
-        // Not before stage_dKV, which waits until the store warp has stored the previous dK: until then it reads the previous work tile's
-        // flag.
+        stage_tile_dKV(dV_rmem, 1.0f);
+        // Not before stage_tile_dKV, which waits until the store warp has stored the previous dK: until then it reads
+        // the previous work tile's flag.
         if (threadIdx.x % 128 == 0) non_finite_flags(consumer) = non_finite;
         commit_staging();
-        stage_dKV(dK_rmem, score.scale);  // committed in the next iteration, or after the last one
+        stage_tile_dKV(dK_rmem, score.scale);  // committed in the next iteration, or after the last one
         if (non_finite)
             key_gradients_non_finite<64, 4>(Q, K, V, dO, LSE, delta, dK, dV, group, score, work_tile_slot(tile_index).b,
                                             work_tile_slot(tile_index).kv_head, Hk * group,
@@ -514,25 +476,19 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     float dQ[D_PAD / 2];  // of the last tile
     commit_dS();
     wait_dS();
-    mma_dQ(dQ, dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES);
+    mma_rows(dQ, dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES);
     wgmma_wait<0>();
     warpgroup_fence_operand(dQ);
-    stage_dQ(dQ);
+    stage_tile_dQ(dQ);
     commit_staging();
     TIMELINE(done);
 }
 
 // dQ = scale * dQ_accum. Each warp converts what the consumer warps with the same index have added, in all blocks.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postprocess(
-    const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype> K,   // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM_V)
-    const __grid_constant__ View<const dtype> dO,  // (B, H, Sq, HEAD_DIM_V)
-    const float* LSE,                              // (B, H, Sq), contiguous
-    const float* delta,                            // (B, H, Sq), contiguous
-    const float* dQ_accum,                         // output of bwd_wgmma_persistent
-    const __grid_constant__ View<dtype> dQ,        // (B, H, Sq, HEAD_DIM)
-    int group,                                     // H / Hk
+    const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
+    const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
+    const float* delta, const float* dQ_accum, const __grid_constant__ View<dtype> dQ, int group,
     const __grid_constant__ Score score) {
     const SeqlenInfo sequence(score, blockIdx.z);
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;

@@ -28,8 +28,8 @@
 #include "score_mod.cuh"
 #include "softmax_rows.cuh"
 #include "swizzle.cuh"
-#include "bwd_fragment.cuh"
 #include "packed_rows.cuh"
+#include "wgmma_fragment.cuh"
 
 constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads of the warpgroup; with the load warp
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros

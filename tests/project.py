@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sandbox.core import registry
@@ -57,6 +59,19 @@ def new_kernel(project: Path, name: str, **edits: str) -> None:
             assert old in text
             text = text.replace(old, new)
         (folder / f"{name}{suffix}").write_text(text)
+
+
+def kernel_copy(kernel: Kernel, folder: Path, file: str, change: Callable[[str], str]) -> Path:
+    """The source of a kernel, copied to `folder` with all headers. `change` is applied to the text of `file`: the
+    source or a header."""
+    source = folder / kernel.source.name
+    shutil.copytree(ROOT / "kernels_cu" / "include", folder / "include")
+    shutil.copy(kernel.source, source)
+    changed = source if file == source.name else folder / "include" / file
+    before = changed.read_text()
+    changed.write_text(change(before))
+    assert changed.read_text() != before
+    return source
 
 
 def leave_process_group() -> None:

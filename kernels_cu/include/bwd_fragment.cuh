@@ -1,7 +1,9 @@
-// The wgmma accumulator fragment of S^T = K Q^T (64 keys per warpgroup); P^T and dS^T have the same layout.
+// A consumer's fragment of S^T = K Q^T: the wgmma accumulators of 64 keys and M queries, M / 2 per lane. P^T and dS^T
+// have the same layout, packed: M / 16 steps of 4 registers. Here: its coordinates, dropout, mask, bias and score
+// modification.
 #pragma once
-#include <hopper.cuh>
-#include "score_mod.cuh"
+#include "bwd_tiles.cuh"
+#include "wgmma_fragment.cuh"
 
 // Query and key of each element of the lane's fragment of S^T.
 struct FragmentCoords {
@@ -13,9 +15,47 @@ struct FragmentCoords {
     __device__ __forceinline__ ScoreIndex at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
 };
 
+// Dropout of a fragment: one bit per element of P. The bits of the two elements of a register are 16 bits apart.
+template <int M>
+struct KeepBits {
+    unsigned bits[(M + 63) / 64] = {};
+
+    // warp_key: first key of the warp's 16.
+    __device__ __forceinline__ void compute(const Head& head, int first_query, int warp_key) {
+#pragma unroll
+        for (int begin = 0; begin < (DROPOUT ? M : 0); begin += 64) {
+#pragma unroll
+            for (int step = 0; step < (M < 64 ? M : 64) / 16; ++step) {
+                Head::Kept block[1];
+                head.keep_along_keys(block, first_query + begin + 16 * step, warp_key);
+                unsigned step_bits = 0;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) step_bits |= block[0].mask(k) & 0x10001u << k;
+                bits[begin / 64] |= step_bits << 4 * step;
+            }
+        }
+    }
+    // Register k of step `step`: bits 0 and 16.
+    __device__ __forceinline__ unsigned pair(int step, int k) const {
+        return bits[step / 4] >> (step % 4 * 4 + k) & 0x10001u;
+    }
+};
+
+// P after dropout, without the factor 1 / (1 - p).
+template <int STEPS>
+__device__ __forceinline__ void drop_P(unsigned (&P_dropped)[STEPS][4], const unsigned (&P)[STEPS][4],
+                                       const KeepBits<16 * STEPS>& keep) {
+#pragma unroll
+    for (int k = 0; k < 4 * STEPS; ++k)
+        P_dropped[k / 4][k % 4] = DROPOUT ? P[k / 4][k % 4] & keep.pair(k / 4, k % 4) * 0xffffu : P[k / 4][k % 4];
+}
+
+constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // mask loads in flight; with more, registers spill
+
 // Calls mask_element(k) for those of the lane's N elements of S^T that causality, window or sequence lengths hide.
 template <int N, class MaskElement>
-__device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCoords& coords, const MaskElement& mask_element) {
+__device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCoords& coords,
+                                              const MaskElement& mask_element) {
     int begin[2], end[2];  // visible queries of each of the lane's two keys, relative to its first query
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -29,44 +69,93 @@ __device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCo
     }
 }
 
-// Stores a warp's P^T or dS^T (16 keys, 16 * STEPS queries) to shared memory, transposed: a row per query. `chunk` is the index of
-// the first of its two 16-byte chunks (8 keys each) in a row.
-template <class SmemLayout, int STEPS>
-__device__ __forceinline__ void store_transposed(SmemAddr rows, unsigned chunk, const unsigned (&fragments)[STEPS][4]) {
-    const unsigned lane = thread_index_x() % 32;  // recomputed to save a register
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const unsigned (&x)[4] = fragments[step];
-        const SmemAddr to = rows + SmemLayout::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
-        stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
+// Sets element k of P to 0.
+template <int STEPS>
+__device__ __forceinline__ void hide(unsigned (&P)[STEPS][4], int k) {
+    P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u;
+}
+
+// The mask of a fragment: the mask's ranges, and one bit per element for the elementwise mask (Head::ELEMENT_MASK).
+template <int M>
+struct FragmentMask {
+    static_assert(M <= 64 || !Head::ELEMENT_MASK, "the mask has 32 bits per lane, one per element");
+    const Head &head, &head0;  // of the query head, and the group's first, whose lengths are in registers
+    const int first_query, first_key, warp_key;  // warp_key: first key of the warp's 16
+    const bool elementwise;                      // otherwise the elementwise mask hides nothing
+    unsigned visible_bits = 0;
+
+    __device__ __forceinline__ void load() {
+        if (!elementwise) return;
+        if constexpr (Head::BY_PAIR) {
+            load_pairs();
+        } else {
+            const FragmentCoords coords(first_query, first_key);
+#pragma unroll MASK_UNROLL
+            for (int k = 0; k < M / 2; ++k) {  // clamped indices instead of a branch, so that the loads overlap
+                const int i = min(coords.at(k).query_row(), head0.Sq - 1),
+                          j = min(coords.at(k).key_col(), head0.Sk - 1);
+                visible_bits |= static_cast<unsigned>(head.mask_allows(i, j)) << k;
+            }
+        }
     }
+    // A lane loads one or two query rows: the bits of the warp's 16 keys.
+    __device__ __forceinline__ void load_pairs() {
+        const unsigned lane = thread_index_x() % 32;
+        unsigned rows[2][1] = {};
+#pragma unroll
+        for (int i = 0; i < M / 32; ++i) head.pair_bits<16>(rows[i], first_query + 32 * i + lane, warp_key);
+#pragma unroll
+        for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {  // k = 0, 1, 4, 5, 8 ...: rows k / 4 * 8 + k % 2 and 32 more
+            const unsigned from = k / 4 * 8 + k % 2 + lane % 4 * 2;
+            const unsigned bits = __shfl_sync(0xffffffffu, rows[0][0] | rows[1][0] << 16, from) >> lane / 4;
+            visible_bits |= (bits & 1) << k | (bits >> 8 & 1) << (k + 2) | (bits >> 16 & 1) << (k + 16) |
+                            (bits >> 24 & 1) << (k + 18);
+        }
+    }
+    // Calls mask_element(k) for all hidden elements. The consumer's keys begin key_offset after the first key of
+    // m_blocks, which is read again, if it is not in a register.
+    template <class MBlocks, class MaskElement>
+    __device__ __forceinline__ void apply(const MBlocks& m_blocks, int key_offset, const FragmentCoords& coords,
+                                          const MaskElement& mask_element) const {
+        if (elementwise) {
+#pragma unroll
+            for (int k = 0; k < M / 2; ++k)
+                if (!(visible_bits >> k & 1)) mask_element(k);
+        }
+        const Range unmasked =
+            head0.template fully_visible_queries<true>(m_blocks.n0() + key_offset, m_blocks.n0() + key_offset + 64);
+        // Rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
+        if ((first_query < unmasked.begin) | (first_query + M > unmasked.end))
+            mask_fragment<M / 2>(head0, coords, mask_element);
+    }
+};
+
+// Loads the bias of a warp's 16 keys in the layout of P^T from shared memory, which has a row per query: the inverse of
+// store_transposed.
+template <int STEPS>
+__device__ __forceinline__ void load_bias_fragment(unsigned (&bias)[STEPS][4], SmemAddr rows, unsigned chunk) {
+    const unsigned lane = thread_index_x() % 32;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        ldmatrix_x4_trans(bias[step],
+                          rows + SmemLayoutPdS::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
 }
 
-// Whether all elements are finite: 0 * inf and 0 * NaN are NaN.
-template <int N>
-__device__ __forceinline__ bool finite(const float (&accum)[N]) {
-    float zero = 0.0f;
+// Softcap, ALiBi, bias and the user's expression: S = f(S), and its derivative, packed. bias: loaded by TMA, if BIAS.
+template <int STEPS>
+__device__ __forceinline__ void apply_score_mod(float (&S)[8 * STEPS], unsigned (&derivative)[STEPS][4],
+                                                const Head& head, const FragmentCoords& coords,
+                                                const unsigned (&packed_bias)[STEPS][4]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) zero = fmaf(accum[i], 0.0f, zero);
-    return zero == 0.0f;
-}
-
-// By a half-warp: copies LSE, as -LSE * log2(e), or delta of ROWS query rows to shared memory, every 16th row per lane. `rows`: valid
-// rows from the lane's first row on. A large LSE becomes NaN, so that non_finite.cuh computes the gradients of its row.
-template <int ROWS>
-__device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE) {
-    float x[ROWS / 16];  // all loads are issued before the first store
-#pragma unroll
-    for (int t = 0; t < ROWS; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
-#pragma unroll
-    for (int t = 0; t < ROWS; t += 16)
-        to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
-    bool large = false;
-#pragma unroll
-    for (int t = 0; t < ROWS; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
-    if (large && is_LSE) {  // some LSE of the lane is large, or -INF
-#pragma unroll
-        for (int t = 0; t < ROWS; t += 16)
-            if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
+    for (int k = 0; k < (Head::LINEAR ? 0 : 8 * STEPS); k += 2) {
+        const ScoreIndex at0 = coords.at(k), at1 = coords.at(k + 1);
+        const float2 bias = BIAS ? unpack(packed_bias[k / 8][k / 2 % 4]) : float2{};
+        if (Head::HAS_DERIVATIVE) {
+            const Dual x0 = head.raw_dual(S[k], at0, bias.x), x1 = head.raw_dual(S[k + 1], at1, bias.y);
+            S[k] = x0.value, S[k + 1] = x1.value;
+            derivative[k / 8][k / 2 % 4] = pack(x0.derivative, x1.derivative);
+        } else {
+            S[k] = head.raw(S[k], at0, bias.x), S[k + 1] = head.raw(S[k + 1], at1, bias.y);
+        }
     }
 }

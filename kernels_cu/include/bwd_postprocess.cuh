@@ -2,10 +2,10 @@
 #pragma once
 #include "score_mod.cuh"
 
-// Writes columns col .. col + 8 of rows row0 and row0 + 8 of dQ, scaled; accum[0] and accum[1] are these rows (load_fragment_rows).
-// `zero` stays 0 if all of them are finite, and becomes NaN otherwise.
-__device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0, int col,
-                                         const float (&accum)[2][8], float scale, float& zero) {
+// Writes columns col .. col + 8 of rows row0 and row0 + 8 of dQ, scaled; accum[0] and accum[1] are these rows
+// (load_fragment_rows). `zero` stays 0 if all of them are finite, and becomes NaN otherwise.
+__device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
+                                              int col, const float (&accum)[2][8], float scale, float& zero) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         unsigned packed[4];
@@ -17,21 +17,26 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seqle
         }
         const int row = row0 + 8 * half;
         if (row < sequence.Sq && col < HEAD_DIM)
-            *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) =
+                make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
 }
 
-// One warp writes columns col0 .. col0 + COLUMNS of query rows row0 .. row0 + ROWS of dQ, scaled, or zeros if no_keys. `from` consists
-// of fragments of 16 rows x 8 columns in the order of add_fragment, CHUNK_STRIDE floats apart: first all columns of 16 rows, then the
-// next 16 rows. Returns whether a value is NaN or inf; a masked key or a large LSE may be the cause (non_finite.cuh).
+// One warp writes columns col0 .. col0 + COLUMNS of query rows row0 .. row0 + ROWS of dQ, scaled, or zeros if no_keys.
+// `from` consists of fragments of 16 rows x 8 columns in the order of add_fragment, CHUNK_STRIDE floats apart: first
+// all columns of 16 rows, then the next 16 rows. Returns whether a value is NaN or inf; a masked key or a large LSE may
+// be the cause (non_finite.cuh).
 template <int ROWS, int COLUMNS, int CHUNK_STRIDE>
-__device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0, int col0, int lane,
-                                              const float* from, float scale, bool no_keys = false) {
+__device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
+                                                   int col0, int lane, const float* from, float scale,
+                                                   bool no_keys = false) {
     constexpr int CHUNKS = COLUMNS / 8;
     float zero = 0.0f;
 #pragma unroll
-    for (int i = lane; i < ROWS / 2 * CHUNKS; i += 32) {  // item i: 8 columns of two rows; adjacent lanes have adjacent columns
-        const int chunk = i % CHUNKS, g = ROWS == 16 ? i / CHUNKS : i / CHUNKS % 8, row_group = ROWS == 16 ? 0 : i / COLUMNS;
+    for (int i = lane; i < ROWS / 2 * CHUNKS;
+         i += 32) {  // item i: 8 columns of two rows; adjacent lanes have adjacent columns
+        const int chunk = i % CHUNKS, g = ROWS == 16 ? i / CHUNKS : i / CHUNKS % 8,
+                  row_group = ROWS == 16 ? 0 : i / COLUMNS;
         const int col = col0 + 8 * chunk;
         float accum[2][8];
         load_fragment_rows(accum, from + (row_group * CHUNKS + chunk) * CHUNK_STRIDE, g);

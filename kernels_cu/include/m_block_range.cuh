@@ -1,5 +1,5 @@
-// The m_blocks of a backward work tile: for each query head of the group, the m_blocks to which some key of the n_block is visible.
-// They follow from the mask's ranges or from a block map.
+// The m_blocks of a backward work tile: for each query head of the group, the m_blocks to which some key of the n_block
+// is visible. They follow from the mask's ranges or from a block map.
 #pragma once
 #include "score_mod.cuh"
 
@@ -9,7 +9,9 @@ struct GroupBlockMap {
 
     unsigned some_visible[MAP_WORDS], fully_visible[MAP_WORDS];
 
-    static __device__ __forceinline__ int words_per_head(const Score& score) { return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M); }
+    static __device__ __forceinline__ int words_per_head(const Score& score) {
+        return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M);
+    }
 
     // Called by all WARPS warps of the block. first_head: first query head of the group; n0: first key of the n_block.
     template <unsigned WARPS>
@@ -31,10 +33,10 @@ struct GroupBlockMap {
     }
 };
 
-// Iterates over the m_blocks of each of `group` heads. `m0` is the first row of an m_block: begin(), begin() + BLOCK_M ... before end(),
-// without those that the block map excludes.
-// N0_IN_REGISTER: n0, the first key of the n_block, is kept in a register. ROTATED: start at row n0 and wrap around.
-// KEY_TILE_IN_GRID_Y: the index of the n_block is blockIdx.y, not blockIdx.x. MAY_DESCEND: some work tiles are `descending`.
+// Iterates over the m_blocks of each of `group` heads. `m0` is the first row of an m_block: begin(), begin() + BLOCK_M
+// ... before end(), without those that the block map excludes. N0_IN_REGISTER: n0, the first key of the n_block, is
+// kept in a register. ROTATED: start at row n0 and wrap around. KEY_TILE_IN_GRID_Y: the index of the n_block is
+// blockIdx.y, not blockIdx.x. MAY_DESCEND: some work tiles are `descending`.
 template <bool N0_IN_REGISTER, bool ROTATED, bool KEY_TILE_IN_GRID_Y, bool MAY_DESCEND = false>
 struct MBlockRange {
     const Head& head0;  // the group's first head; the ranges are the same for all heads
@@ -45,9 +47,12 @@ struct MBlockRange {
 
     // Without N0_IN_REGISTER recomputed on each call, which leaves a register to the accumulators.
     __device__ __forceinline__ int n0() const {
-        return N0_IN_REGISTER ? n0_register : static_cast<int>(KEY_TILE_IN_GRID_Y ? block_index_y() : block_index_x()) * BLOCK_N;
+        return N0_IN_REGISTER ? n0_register
+                              : static_cast<int>(KEY_TILE_IN_GRID_Y ? block_index_y() : block_index_x()) * BLOCK_N;
     }
-    __device__ __forceinline__ int begin() const { return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M; }
+    __device__ __forceinline__ int begin() const {
+        return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M;
+    }
     __device__ __forceinline__ int end() const { return head0.queries(n0(), n0() + BLOCK_N).end; }
 
     __device__ __forceinline__ bool is_descending() const {
@@ -79,12 +84,18 @@ struct MBlockRange {
 #pragma unroll 1
         for (; head < group; ++head, m0 = begin())
 #pragma unroll 1
-            for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end(); first = (first / 32 + 1) * 32) {
+            for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end();
+                 first = (first / 32 + 1) * 32) {
                 const unsigned remaining = map.some_visible[head * words + first / 32] & ~0u << first % 32;
                 if (!remaining) continue;
                 m0 = (first / 32 * 32 + __ffs(remaining) - 1) * BLOCK_M;
                 if (m0 < end()) return;
             }
+    }
+    // The next m_block; head = group after the last one.
+    __device__ __forceinline__ void advance(int& head, int& m0) const {
+        m0 = next(m0);
+        seek(head, m0);
     }
     // The first m_block of the work tile; head = group if there is none.
     __device__ __forceinline__ void start(int& head, int& m0) const {

@@ -1,0 +1,235 @@
+// The consumers and dQ-store warps of bwd_wgmma for HEAD_DIM <= 128 (BLOCK_N = 128), included by bwd_wgmma.cu.
+//
+// A consumer owns 64 keys. P^T and dS^T stay in registers. dS is also written to shared memory, for dQ of all 128 keys
+// in the next iteration: a consumer computes 64 rows of dQ, or, if BLOCK_M = 64, a part of its columns.
+#pragma once
+
+// A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
+__device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
+    dQOrder<BwdBlock> order{block};
+    block.m_blocks.for_each([&](unsigned i, int head, int m0) {
+        // Recomputed with a block map, where keeping it spills.
+        const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;
+        TIMELINE(wait_dQ);
+        order.acquire(head, m0, consumer);
+        mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
+        TIMELINE(store_dQ);
+        float* const to = block.dQ_tile(head, m0) + consumer * DQ_PART;
+        const SmemAddr from = block.base + dQ_AT + consumer * 4 * DQ_PART;
+        const bool first = order.ready(head, m0, consumer);
+        const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
+        if (first) bulk_store(to, from, bytes);
+        else tma_reduce_add(to, from, bytes);
+        tma_store_commit();
+        tma_store_wait_read();
+        mbarrier_arrive(Barriers::EmptydQ::at(block.base, consumer));
+        order.release(head, m0, consumer);
+    });
+    TIMELINE(done);
+}
+
+// A consumer warpgroup: dK and dV of 64 keys, and half of each tile of dQ. dQ of an m_block is computed in the next
+// iteration. The consumers alternate in computing P and dS (ping-pong).
+struct ConsumerWarpgroup {
+    // A consumer skips the first m_block if the mask hides it from all of its keys. Not with dropout, where this is
+    // slower.
+    static constexpr bool SKIPS_FIRST_TILE = Head::LAST && !DROPOUT;
+
+    const BwdBlock& block;
+    const SmemAddr base;
+    const unsigned warp, lane, consumer, own_turn, other_turn;  // turns: named barriers of the ping-pong
+    const int key_offset;                                       // first key of the consumer within the tile
+    const float exponent;                                       // of P = exp2(S * exponent - LSE * log2(e))
+    float dK[D_PAD / 2], dV[D_PAD / 2];
+    unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
+    int head, m0;                                      // of the next m_block
+    unsigned i = 0;                                    // m_blocks so far
+    unsigned skipped_tiles = 0;  // 1 if the consumer skips the first m_block: dK and dV do not contain it
+
+    explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
+        : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(warp / 4 - 1),
+          own_turn(scheduler_barrier(consumer)), other_turn(scheduler_barrier(1 - consumer)), key_offset(64 * consumer),
+          exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
+        block.m_blocks.start(head, m0);
+    }
+    // The consumer's 64 keys of a tile of dS or of the bias.
+    __device__ __forceinline__ SmemAddr own_keys(SmemAddr tile) const {
+        return tile + consumer * SmemLayoutPdS::SLAB_BYTES;
+    }
+
+    // S^T or dP^T of the consumer's keys.
+    template <int COLUMNS>
+    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
+        const SmemAddr tiles =
+            D_PAD > 96 ? uniform(base) : base;  // not uniform, the descriptors would stay in registers and spill
+        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * 128),
+                         SmemLayoutQ::k_major(tiles + queries_at));
+    }
+    // The consumer's dQ: 64 rows, or, if BLOCK_M = 64, a part of the columns.
+    __device__ __forceinline__ void mma_own_dQ(float (&dQ)[DQ_COLS / 2], unsigned dS_at) const {
+        constexpr unsigned ROWS_64 = 64 * 128,
+                           COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * ROWS_64 : 0)),
+               SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * COLUMNS)));
+    }
+
+    // Writes dQ of m_block i to shared memory, when the dQ-store warp has read the one before.
+    __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[DQ_COLS / 2], unsigned i) const {
+        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
+        stage_dQ(base + dQ_AT + consumer * 4 * DQ_PART, dQ);
+    }
+    // Commits dQ, unless has_dQ is false, and dS: both have been written since the last commit. parity: of the m_block
+    // of dS.
+    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity) const {
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, parity));
+    }
+    // Both consumers have written dS of m_block i, and read that of m_block i - 1.
+    __device__ __forceinline__ void wait_dS(unsigned i) const {
+        mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
+    }
+
+    // P of S^T: score modification, mask, exponential. derivative: of the score modification.
+    __device__ __forceinline__ void softmax(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
+                                            const Head& bound, const FragmentMask<BLOCK_M>& mask,
+                                            const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {
+        const FragmentCoords coords(mask.first_query, block.m_blocks.n0() + key_offset);
+        apply_score_mod(S, derivative, bound, coords, bias);
+        if constexpr (!MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { S[k] = -INF; });
+        compute_P(P, S, exponent, stats);
+        if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
+    }
+
+    // One m_block. FIRST: no earlier one is in dK and dV, and none has a dQ to compute.
+    template <bool FIRST = false>
+    __device__ __forceinline__ void bwd_step() {
+        const bool accumulates =
+            SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : !FIRST;  // dK and dV contain an earlier m_block
+        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
+                       dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
+        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES,
+                       previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
+        const float* const stats = stats_of(stage, 0);
+        float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[DQ_COLS / 2];
+        TIMELINE(wait_Q);
+        QPipeline::wait(base, i);
+        TIMELINE(S);
+        mma_keys<HEAD_DIM>(S, K_AT, Q_at);
+        wgmma_wait<1>();  // dK of the previous m_block
+        if (!FIRST) release_stage<QPipeline>(base, i - 1, lane == 0);
+        TIMELINE(wait_dO);
+        if (FIRST) mbarrier_wait(FullV::at(base, 0), 0);
+        dOPipeline::wait(base, i);
+        TIMELINE(S);
+        mma_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
+        if (!FIRST) commit_dQ_dS(i > 1, i % 2 ^ 1);
+
+        // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
+        const Head bound(block.params.score, block.b, block.first_head() + head);
+        const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
+        KeepBits<BLOCK_M> keep;
+        keep.compute(bound, first_query, warp_key);
+        FragmentMask<BLOCK_M> mask{bound,     block.head0, first_query,
+                                   first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
+        mask.load();
+        unsigned bias[BLOCK_M / 16][4];  // in the layout of S^T
+        if (BIAS) load_bias_fragment(bias, own_keys(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
+
+        wgmma_wait<1>();  // S^T
+        warpgroup_fence_operand(S);
+        TIMELINE(wait_barrier);
+        named_barrier_sync(own_turn, BOTH_CONSUMERS);  // the other consumer has computed its P and dS
+        TIMELINE(softmax);
+        unsigned derivative[BLOCK_M / 16][4];
+        softmax(S, derivative, bound, mask, bias, stats);
+        TIMELINE(dP);
+        wgmma_wait<0>();  // dP^T
+        warpgroup_fence_operand(dP);
+        TIMELINE(dS);
+        compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
+        // The other consumer's turn. At BLOCK_M = 128 it is faster to arrive here, at 64 below.
+        if (BLOCK_M == 128) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
+        if (!FIRST) wait_dS(i - 1);  // both consumers have read the dS that this one overwrites
+        store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
+        if (BLOCK_M == 64) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
+        if (!FIRST) mma_own_dQ(dQ, previous_dS_at);
+        if (DROPOUT) drop_P(P, P, keep);  // after dS, which needs P before dropout
+        mma_dKV(dV, P, base + dO_at, accumulates);
+        mma_dKV(dK, dS, base + Q_at, accumulates);
+
+        TIMELINE(dQ);
+        if (!FIRST) {
+            wgmma_wait<2>();  // dQ
+            warpgroup_fence_operand(dQ);
+            stage_own_dQ(dQ, i - 1);
+        }
+        wgmma_wait<1>();  // dV
+        release_stage<dOPipeline>(base, i, lane == 0);
+        block.m_blocks.advance(head, m0);
+        ++i;
+    }
+
+    // The first m_block. With a causal mask it may end above the diagonal of consumer 1's keys, hidden from all of
+    // them: consumer 1 then skips it, and the ping-pong barriers of this iteration.
+    __device__ __forceinline__ void first_step() {
+        mbarrier_wait(FullK::at(base, 0), 0);
+        if (consumer == 1) named_barrier_arrive(other_turn, BOTH_CONSUMERS);  // consumer 0 starts
+        const int first_key = block.m_blocks.n0() + key_offset;
+        if (SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M) skip_step();
+        else bwd_step<true>();
+        wgmma_wait<0>();  // no wgmma is in flight when the loop starts: otherwise ptxas serialises the loop's wgmmas
+        warpgroup_fence_operand(dK);
+        warpgroup_fence_operand(dV);
+    }
+    __device__ __forceinline__ void skip_step() {
+        mbarrier_wait(FullV::at(base, 0), 0);
+        QPipeline::wait(base, 0);
+        dOPipeline::wait(base, 0);
+        const unsigned zeros[BLOCK_M / 16][4] = {};
+        store_transposed<SmemLayoutPdS>(own_keys(base + dS_AT), warp % 4 * 2, zeros);
+        release_stage<dOPipeline>(base, 0, lane == 0);
+        block.m_blocks.advance(head, m0);
+        i = skipped_tiles = 1;
+    }
+
+    // After the mainloop: dQ of the last m_block, and the stores of dV and dK. Returns whether a value of these is not
+    // finite.
+    __device__ __forceinline__ bool epilogue() {
+        TIMELINE(store);
+        commit_dQ_dS(i > 1, (i - 1) % 2);
+        warpgroup_fence_operand(dV);  // the last iteration has waited for it
+        zero_unless_accumulated(dV);
+        float dQ[DQ_COLS / 2];
+        wait_dS(i - 1);
+        mma_own_dQ(dQ, dS_AT + (i - 1) % 2 * SmemLayoutPdS::BYTES);
+        bool non_finite = store_dV();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dQ);
+        warpgroup_fence_operand(dK);
+        zero_unless_accumulated(dK);
+        stage_own_dQ(dQ, i - 1);
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        non_finite |= store_dK();
+        return non_finite;
+    }
+    __device__ __forceinline__ void zero_unless_accumulated(float (&accum)[D_PAD / 2]) const {
+#pragma unroll
+        for (int k = 0; k < D_PAD / 2; ++k)
+            if (SKIPS_FIRST_TILE && i == skipped_tiles) accum[k] = 0.0f;  // every m_block was skipped
+    }
+    // Staged in V: the other consumer reads other rows of V.
+    __device__ __forceinline__ bool store_dV() const {
+        return store_dKV<SmemLayoutK>(block, consumer, base + V_AT + key_offset * 128, block.params.dV_map, dV,
+                                      Head::dropout_factor(block.params.score), key_offset, 0);
+    }
+    // Staged in the stage that the next m_block would use: consumer 0 in Q, consumer 1 in dO.
+    __device__ __forceinline__ bool store_dK() const {
+        const unsigned tile = (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
+        return store_dKV<SmemLayoutQ>(block, consumer, base + tile, block.params.dK_map, dK, block.params.score.scale,
+                                      key_offset, 0);
+    }
+};

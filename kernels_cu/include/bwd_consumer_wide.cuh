@@ -1,0 +1,192 @@
+// The consumers of bwd_wgmma for HEAD_DIM > 128 (BLOCK_M = BLOCK_N = 64), included by bwd_wgmma.cu.
+//
+// Both consumers work on the same 64 keys. A consumer computes P^T and dS^T of half of the queries and stores both in
+// shared memory. It owns half of the columns of dK, dV and dQ, and adds dQ to dQ_accum itself. No ping-pong, no delay
+// of dQ: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
+#pragma once
+
+// A dQ-store warp, only if DETERMINISTIC: orders the additions of one consumer.
+__device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
+    const unsigned consumer = warp - 2;
+    block.m_blocks.for_each([&](unsigned i, int head, int m0) {
+        TIMELINE(wait_dQ);
+        counter_wait(block.dQ_semaphore(head, m0, consumer), block.semaphore_target(m0));
+        mbarrier_arrive(Barriers::EmptydQ::at(block.base, consumer));  // the consumer may add
+        mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
+        counter_arrive(block.dQ_semaphore(head, m0, consumer));
+    });
+    TIMELINE(done);
+}
+
+// A consumer warpgroup.
+struct ConsumerWarpgroup {
+    static constexpr int M = BLOCK_M / 2, COLS = D_PAD / 2;  // queries of P^T and dS^T, columns of dK, dV and dQ
+
+    const BwdBlock& block;
+    const SmemAddr base;
+    const unsigned warp, lane, consumer;
+    const int query_offset;  // first query of the consumer within the tile
+    const float exponent;    // of P = exp2(S * exponent - LSE * log2(e))
+    float dK[COLS / 2], dV[COLS / 2];
+    unsigned P[M / 16][4], dS[M / 16][4];  // P^T and dS^T
+    int head, m0;                          // of the next m_block
+    unsigned i = 0;                        // m_blocks so far
+
+    explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
+        : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(warp / 4 - 1),
+          query_offset(M * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
+        block.m_blocks.start(head, m0);
+    }
+    // The consumer's queries of a tile of P or dS.
+    __device__ __forceinline__ SmemAddr own_queries(SmemAddr tile) const { return tile + query_offset * 128; }
+
+    // S^T or dP^T of the consumer's queries.
+    template <int COLUMNS>
+    __device__ __forceinline__ void mma_queries(float (&C)[M / 2], unsigned keys_at, unsigned queries_at) const {
+        const SmemAddr tiles = uniform(base);  // not uniform, the descriptors would stay in registers and spill
+        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at),
+                         SmemLayoutQ::k_major(tiles + queries_at + query_offset * 128));
+    }
+    // dV += P^T dO or dK += dS^T Q: the consumer's columns; P or dS in shared memory.
+    __device__ __forceinline__ void mma_columns(float (&C)[COLS / 2], unsigned A_at, unsigned queries_at,
+                                                bool accumulate) const {
+        const Descriptor A = SmemLayoutPdS::mn_major(base + A_at);
+        const Descriptor B = SmemLayoutQ::mn_major(base + queries_at + consumer * 2 * SmemLayoutQ::SLAB_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_M / 16; ++step)
+            wgmma<Order::MN_MAJOR, Order::MN_MAJOR>(C, A + SmemLayoutPdS::mn_step(step), B + SmemLayoutQ::mn_step(step),
+                                                    accumulate || step > 0);
+        wgmma_commit();
+    }
+    // The consumer's columns of dQ.
+    __device__ __forceinline__ void mma_own_dQ(float (&dQ)[COLS / 2], unsigned dS_at) const {
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at),
+               SmemLayoutK::mn_major(base + K_AT + consumer * (COLS / 64 * SmemLayoutK::SLAB_BYTES)));
+    }
+    // dQ_accum of the lane's first accumulator.
+    __device__ __forceinline__ float* dQ_address() const {
+        return block.dQ_tile(head, m0) + consumer * DQ_PART + warp % 4 * 128 + threadIdx.x % 32 * 4;
+    }
+
+    // P of S^T: score modification, mask, exponential. derivative: of the score modification.
+    __device__ __forceinline__ void softmax(float (&S)[M / 2], unsigned (&derivative)[M / 16][4], const Head& bound,
+                                            const FragmentMask<M>& mask, const float* stats) {
+        const FragmentCoords coords(mask.first_query, block.m_blocks.n0());
+        const unsigned no_bias[M / 16][4] = {};
+        apply_score_mod(S, derivative, bound, coords, no_bias);
+        if constexpr (!MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { S[k] = -INF; });
+        compute_P(P, S, exponent, stats);
+        if constexpr (MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { hide(P, k); });
+    }
+
+    __device__ __forceinline__ void first_step() const {
+        mbarrier_wait(FullK::at(base, 0), 0);
+        mbarrier_wait(FullV::at(base, 0), 0);
+    }
+
+    // One m_block.
+    __device__ __forceinline__ void bwd_step() {
+        const bool accumulates = i > 0;  // dK and dV contain an earlier m_block
+        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
+                       dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
+        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES, P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
+        const float* const stats = stats_of(stage, query_offset);
+        float S[M / 2], dP[M / 2], dQ[COLS / 2];
+        TIMELINE(wait_Q);
+        QPipeline::wait(base, i);
+        TIMELINE(S);
+        mma_queries<HEAD_DIM>(S, K_AT, Q_at);
+        wgmma_wait<1>();  // dK of the previous m_block
+        if (accumulates) release_stage<QPipeline>(base, i - 1, lane == 0);
+        TIMELINE(wait_dO);
+        dOPipeline::wait(base, i);
+        TIMELINE(S);
+        mma_queries<HEAD_DIM_V>(dP, V_AT, dO_at);
+
+        // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
+        const Head bound(block.params.score, block.b, block.first_head() + head);
+        const int first_query = m0 + query_offset, first_key = block.m_blocks.n0(),
+                  warp_key = first_key + warp % 4 * 16;
+        KeepBits<M> keep;
+        keep.compute(bound, first_query, warp_key);
+        FragmentMask<M> mask{bound,     block.head0, first_query,
+                             first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
+        mask.load();
+
+        wgmma_wait<1>();  // S^T
+        warpgroup_fence_operand(S);
+        TIMELINE(softmax);
+        unsigned derivative[M / 16][4], P_dropped[M / 16][4];
+        softmax(S, derivative, bound, mask, stats);
+        drop_P(P_dropped, P, keep);
+        store_transposed<SmemLayoutPdS>(own_queries(base + P_at), warp % 4 * 2, P_dropped);
+        fence_proxy_async();
+        named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);  // both consumers have written P
+        TIMELINE(dP);
+        mma_columns(dV, P_at, dO_at, accumulates);
+        wgmma_wait<1>();  // dP^T
+        warpgroup_fence_operand(dP);
+        TIMELINE(dS);
+        compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
+        store_transposed<SmemLayoutPdS>(own_queries(base + dS_at), warp % 4 * 2, dS);
+        fence_proxy_async();
+        named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);  // both consumers have written dS
+        mma_own_dQ(dQ, dS_at);
+        mma_columns(dK, dS_at, Q_at, accumulates);
+
+        TIMELINE(dQ);
+        float* const address = DETERMINISTIC ? pin_address(dQ_address()) : nullptr;  // while the wgmmas run
+        const bool stores = DETERMINISTIC && block.semaphore_target(m0) == 0;
+        if (DETERMINISTIC) {
+            TIMELINE(wait_dQ);
+            mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2);
+        }
+        wgmma_wait<1>();  // dV and dQ
+        release_stage<dOPipeline>(base, i, lane == 0);
+        warpgroup_fence_operand(dQ);
+        TIMELINE(store_dQ);
+        float* const to = DETERMINISTIC ? address : dQ_address();
+        if (stores) add_or_store<true>(to, dQ);
+        else add_or_store<false>(to, dQ);
+        if (DETERMINISTIC) {
+            __syncwarp();  // all lanes have added
+            if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        }
+        block.m_blocks.advance(head, m0);
+        ++i;
+    }
+    // STORES: a compile-time flag, so that there is no branch in the loop.
+    template <bool STORES>
+    static __device__ __forceinline__ void add_or_store(float* to, const float (&dQ)[COLS / 2]) {
+#pragma unroll
+        for (int k = 0; k < COLS / 2; k += 4) {
+            const float accum[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
+            if (STORES) store_floats(to + k * 128, accum);
+            else add_floats(to + k * 128, accum);
+        }
+    }
+
+    // After the mainloop: stores dV and dK. Returns whether a value of these is not finite.
+    __device__ __forceinline__ bool epilogue() {
+        TIMELINE(store);
+        warpgroup_fence_operand(dV);  // the last iteration has waited for it
+        bool non_finite = store_dV();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dK);
+        non_finite |= store_dK();
+        return non_finite;
+    }
+    // Staged in V: both consumers have read V before the last barrier.
+    __device__ __forceinline__ bool store_dV() const {
+        return store_dKV<SmemLayoutK>(block, consumer, base + V_AT + consumer * 2 * SmemLayoutK::SLAB_BYTES,
+                                      block.params.dV_map, dV, Head::dropout_factor(block.params.score), 0,
+                                      consumer * 2);
+    }
+    // Staged in the stage of Q that the next m_block would use.
+    __device__ __forceinline__ bool store_dK() const {
+        const unsigned tile = Q_AT + consumer * 2 * SmemLayoutQ::SLAB_BYTES + stage_of(i) * SmemLayoutQ::BYTES;
+        return store_dKV<SmemLayoutQ>(block, consumer, base + tile, block.params.dK_map, dK, block.params.score.scale,
+                                      0, consumer * 2);
+    }
+};

@@ -1,0 +1,46 @@
+// The epilogue of the wgmma backward kernels: a consumer writes its dK or dV to shared memory, from where TMA stores
+// it.
+#pragma once
+#include "bwd_tiles.cuh"
+#include "wgmma_fragment.cuh"
+
+// Writes 64 rows of dK or dV (accumulators of a warpgroup), times `factor`, to `tile`.
+template <class SmemLayout, int R>
+__device__ __forceinline__ void stage_dKV(SmemAddr tile, const float (&accum)[R], float factor, unsigned warp,
+                                          unsigned lane) {
+#pragma unroll
+    for (int k = 0; k < R; k += 8) {
+        unsigned pair[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) pair[e] = pack(accum[k + 2 * e] * factor, accum[k + 2 * e + 1] * factor);
+        stmatrix_x4(tile + SmemLayout::chunk(warp % 4 * 16 + lane % 16, k / 4 + lane / 16), pair[0], pair[1], pair[2],
+                    pair[3]);
+    }
+}
+
+template <int R>
+__device__ __forceinline__ void zero(float (&accum)[R]) {
+#pragma unroll
+    for (int k = 0; k < R; ++k) accum[k] = 0.0f;
+}
+
+// Stores a consumer's dK or dV: 64 keys from key_offset of the n_block on, columns from slab first_slab on. `tile` is
+// free shared memory for staging. Returns whether a value is not finite. Block: see BwdBlock.
+template <class SmemLayout, class Block, int R>
+__device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer, SmemAddr tile, const TensorMap& map,
+                                          const float (&accum)[R], float factor, int key_offset, int first_slab) {
+    const bool non_finite = !finite(accum);
+    stage_dKV<SmemLayout>(tile, accum, factor, block.warp, block.lane);
+    fence_proxy_async();
+    named_barrier_sync(consumer_barrier(consumer),
+                       CONSUMER_THREADS);  // all four warps have written the tile before the TMA store
+    const auto work_tile = block.reload_work_tile();
+    if (threadIdx.x % CONSUMER_THREADS == 0) {
+#pragma unroll
+        for (int slab = 0; slab < (2 * R + 63) / 64; ++slab)
+            tma_store(map, (slab + first_slab) * 64, block.head0.key_row_box(block.m_blocks.n0() + key_offset),
+                      work_tile.kv_head, block.head0.key_row_batch(work_tile.b), tile + slab * SmemLayout::SLAB_BYTES);
+        tma_store_commit();
+    }
+    return non_finite;
+}

@@ -1,0 +1,57 @@
+// The loads of the wgmma backward kernels: tiles of Q, dO, K and V by TMA, LSE and delta by one warp.
+#pragma once
+#include "bwd_tiles.cuh"
+
+// Load rows m0 .. of Q or dO of query head h, and rows n0 .. of K or V. A dimension with stride 0 (broadcast) has size
+// 1 in the tensor map: its coordinate is 0. `more`: bytes of further loads on the same barrier.
+__device__ __forceinline__ void load_query_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
+                                                const Head& head, int b, int h, int m0, SmemAddr full,
+                                                unsigned more = 0) {
+    SmemLayoutQ::load(tile, map, head.query_box(m0), tensor.stride_h ? h : 0, head.query_batch(tensor.stride_b ? b : 0),
+                      full, more);
+}
+__device__ __forceinline__ void load_key_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
+                                              const Head& head, int b, int kv_head, int n0, SmemAddr full) {
+    SmemLayoutK::load(tile, map, head.key_box(n0), tensor.stride_h ? kv_head : 0,
+                      head.key_batch(tensor.stride_b ? b : 0), full);
+}
+
+// By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory, every 16th row per
+// lane. `rows`: valid rows from the lane's first row on. A large LSE becomes NaN, so that non_finite.cuh computes the
+// gradients of its row.
+__device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE) {
+    float x[BLOCK_M / 16];  // all loads are issued before the first store
+#pragma unroll
+    for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
+#pragma unroll
+    for (int t = 0; t < BLOCK_M; t += 16)
+        to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
+    bool large = false;
+#pragma unroll
+    for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
+    if (large && is_LSE) {  // some LSE of the lane is large, or -INF
+#pragma unroll
+        for (int t = 0; t < BLOCK_M; t += 16)
+            if (Head::is_large(x[t / 16])) to[t] = NOT_A_NUMBER;
+    }
+}
+
+// By a warp: loads LSE and delta of the i-th m_block to stats[STAGES][2][BLOCK_M], and arrives on the full barrier of
+// Q. m0: its first row; head: its query head within the group, whose first one is first_head.
+template <class QPipeline>
+__device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, SmemAddr base, float* stats,
+                                                   const Head& head0, int H, int first_head, unsigned i, int head,
+                                                   int m0) {
+    TIMELINE(wait_empty);
+    const unsigned lane = thread_index_x() % 32;            // recomputed to save a register
+    const bool is_LSE = lane < 16;                          // lanes 16 to 31 load delta
+    const int row = m0 + lane % 16, rows = head0.Sq - row;  // valid rows from the lane's first row on
+    const float* const from = (is_LSE ? params.LSE : params.delta) + head0.lse_offset(H, first_head) +
+                              static_cast<long long>(head) * query_rows(params.score) + row;
+    float* const to = stats + (2 * stage_of(i) + !is_LSE) * BLOCK_M + lane % 16;
+    QPipeline::acquire(base, i);
+    TIMELINE(load_stats);
+    load_LSE_or_delta(to, from, rows, is_LSE);
+    __syncwarp();  // all lanes have written before lane 0 arrives
+    if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
+}

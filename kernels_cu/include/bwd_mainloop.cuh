@@ -1,0 +1,99 @@
+// The steps of the backward mainloop on wgmma: S^T and dP^T, P and dS, dV, dK and dQ. M: query rows of a fragment of
+// P^T or dS^T; a fragment has M / 16 steps of 4 registers, two packed elements each.
+#pragma once
+#include "bwd_fragment.cuh"
+#include "bwd_tiles.cuh"
+
+// S^T = K Q^T or dP^T = V dO^T: 64 keys times 2 * R queries, both K-major. COLUMNS: columns of both operands that
+// contain data.
+template <int COLUMNS, int R>
+__device__ __forceinline__ void mma_SdP(float (&C)[R], Descriptor A, Descriptor B) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < (COLUMNS + 15) / 16; ++step)
+        wgmma<Order::K_MAJOR>(C, A + SmemLayoutK::k_step(step), B + SmemLayoutQ::k_step(step), step > 0);
+    wgmma_commit();
+}
+
+// dV += P^T dO or dK += dS^T Q: 64 keys, all queries of the tile; P^T or dS^T in registers.
+template <int R>
+__device__ __forceinline__ void mma_dKV(float (&C)[R], const unsigned (&A)[BLOCK_M / 16][4], SmemAddr queries,
+                                        bool accumulate = true) {
+    const Descriptor B = SmemLayoutQ::mn_major(queries);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < BLOCK_M / 16; ++step)
+        wgmma<Order::MN_MAJOR>(C, A[step], B + SmemLayoutQ::mn_step(step), accumulate || step > 0);
+    wgmma_commit();
+}
+
+// 64 rows of dQ = dS K, 2 * R columns. A: dS, K-major; B: K, MN-major.
+template <int R>
+__device__ __forceinline__ void mma_dQ(float (&dQ)[R], Descriptor A, Descriptor B) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < BLOCK_N / 16; ++step)
+        wgmma<Order::MN_MAJOR>(dQ, A + SmemLayoutPdS::k_step(step), B + SmemLayoutK::mn_step(step), step > 0);
+    wgmma_commit();
+}
+
+// P = exp2(S * exponent - LSE * log2(e)). stats: -LSE * log2(e) from the lane's first query on.
+template <int STEPS>
+__device__ __forceinline__ void compute_P(unsigned (&P)[STEPS][4], const float (&S)[8 * STEPS], float exponent,
+                                          const float* stats) {
+#pragma unroll
+    for (int k = 0; k < 8 * STEPS; k += 2) {
+        const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
+        P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
+    }
+}
+
+// dS = P (dP - delta). delta: from the lane's first query on.
+template <int STEPS>
+__device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsigned (&P)[STEPS][4],
+                                           const float (&dP)[8 * STEPS], const float* delta) {
+#pragma unroll
+    for (int k = 0; k < 8 * STEPS; k += 2) {
+        const float2 delta_pair = *reinterpret_cast<const float2*>(delta + k / 4 * 8);
+        const float2 p = unpack(P[k / 8][k / 2 % 4]);
+        dS[k / 8][k / 2 % 4] = pack(p.x * (dP[k] - delta_pair.x), p.y * (dP[k + 1] - delta_pair.y));
+    }
+}
+
+// The same with dropout and the derivative of the score modification.
+template <int STEPS>
+__device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsigned (&P)[STEPS][4],
+                                           const float (&dP)[8 * STEPS], const float* delta, const Head& head,
+                                           const KeepBits<16 * STEPS>& keep, const unsigned (&derivative)[STEPS][4]) {
+#pragma unroll
+    for (int k = 0; k < 8 * STEPS; k += 2) {
+        const float2 delta_pair = *reinterpret_cast<const float2*>(delta + k / 4 * 8);
+        const float2 p = unpack(P[k / 8][k / 2 % 4]);
+        const unsigned pair = keep.pair(k / 8, k / 2 % 4);
+        const float dP0 = head.apply_dropout(dP[k], pair & 1), dP1 = head.apply_dropout(dP[k + 1], pair >> 16);
+        float dS0 = p.x * (dP0 - delta_pair.x), dS1 = p.y * (dP1 - delta_pair.y);
+        if (Head::HAS_DERIVATIVE) {
+            const float2 dx = unpack(derivative[k / 8][k / 2 % 4]);
+            dS0 *= dx.x, dS1 *= dx.y;
+        }
+        dS[k / 8][k / 2 % 4] = pack(dS0, dS1);
+    }
+}
+
+// Writes a consumer's accumulators of dQ to `part` of shared memory, in the order of dQ_accum.
+template <int R>
+__device__ __forceinline__ void stage_dQ(SmemAddr part, const float (&dQ)[R]) {
+    const SmemAddr to = part + thread_index_x() % 128 * 16;
+#pragma unroll
+    for (int k = 0; k < R; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+}
+
+// Lane 0 arrives for its warp: the stage of tile i may be overwritten. All lanes' reads precede the producer's next
+// write: __syncwarp orders them before the arrival (a release), which the producer's wait acquires, and PTX's causality
+// order is transitive. racecheck (CUDA 13.0) considers only the arriving thread and reports false hazards; the race
+// detector of the CPU backend models __syncwarp (tests/verify/test_sanitize.py).
+template <class StagePipeline>
+__device__ __forceinline__ void release_stage(SmemAddr base, unsigned i, bool arrives) {
+    __syncwarp();  // all lanes have read LSE and delta
+    if (arrives) StagePipeline::release(base, i);
+}

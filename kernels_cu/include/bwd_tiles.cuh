@@ -1,0 +1,68 @@
+// What the wgmma backward kernels have in common: arguments, tile layouts, mbarriers and named barriers.
+#pragma once
+#include "pipeline.cuh"
+#include "score_mod.cuh"
+#include "swizzle.cuh"
+
+constexpr unsigned THREADS = 384;  // a warpgroup of load and store warps, and two consumer warpgroups
+constexpr int D_PAD = HEAD_DIM > 128 ? 256 : (HEAD_DIM + 15) / 16 * 16;  // columns from HEAD_DIM on are zeros
+static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
+static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO use the tiles of K and Q: HEAD_DIM_V must not exceed HEAD_DIM");
+
+using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;      // Q, dO
+using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;      // K, V
+using SmemLayoutPdS = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
+using SmemLayoutdKV = Swizzled<64, D_PAD>;         // dK or dV of 64 keys
+
+// The arguments of the kernels, which are in constant memory (__grid_constant__).
+struct BwdParams {
+    const View<const dtype>&Q,  // (B, H, Sq, HEAD_DIM)
+        &K,                     // (B, Hk, Sk, HEAD_DIM)
+        &V,                     // (B, Hk, Sk, HEAD_DIM_V)
+        &dO;                    // (B, H, Sq, HEAD_DIM_V)
+    const float *LSE, *delta;   // (B, H, Sq), contiguous
+    float* dQ_accum;       // accumulators of dQ, in an order of each kernel's own; semaphores or a counter before them
+    const View<dtype>&dK,  // (B, Hk, Sk, HEAD_DIM)
+        &dV;               // (B, Hk, Sk, HEAD_DIM_V)
+    const TensorMap &Q_tile_map, &dO_tile_map;  // boxes of BLOCK_M rows
+    const TensorMap &K_map, &V_map;             // boxes of BLOCK_N rows
+    const TensorMap &dK_map, &dV_map;           // boxes of 64 rows
+    int B, Hk, group;                           // group: H / Hk
+    const Score& score;
+};
+
+// The mbarriers of the mainloop, from byte AT of shared memory on. The arrays have one barrier per consumer.
+template <unsigned AT>
+struct BwdBarriers {
+    using QPipeline = Pipeline<AT>;  // full: Q (and the bias) by TMA; LSE and delta
+    using dOPipeline = Pipeline<QPipeline::END>;
+    using FulldQ = BarrierArray<dOPipeline::END, 2>;  // a consumer has staged its dQ for the dQ-store warp
+    using EmptydQ = BarrierArray<FulldQ::END, 2>;     // the dQ-store warp has read it
+    // Both consumers have written dS of a tile, and read dS of the tile before. Tiles alternate between the two
+    // barriers.
+    using FulldS = BarrierArray<EmptydQ::END, 2>;
+    static constexpr unsigned END = FulldS::END;
+
+    static __device__ __forceinline__ void init_stages(SmemAddr base) {
+        for (unsigned stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(QPipeline::full(base, stage), 2);   // arrivals: the TMA load; LSE and delta
+            mbarrier_init(QPipeline::empty(base, stage), 8);  // one lane per consumer warp
+            mbarrier_init(dOPipeline::full(base, stage), 1);
+            mbarrier_init(dOPipeline::empty(base, stage), 8);
+        }
+    }
+    static __device__ __forceinline__ void init_pair(SmemAddr base, unsigned i) {
+        mbarrier_init(FulldQ::at(base, i), 4);   // one lane per warp of the consumer
+        mbarrier_init(EmptydQ::at(base, i), 1);  // the dQ-store warp
+        mbarrier_init(FulldS::at(base, i), 8);   // one lane per consumer warp
+    }
+};
+
+// The named barriers; 0 is __syncthreads. `consumer` is 0 or 1.
+constexpr unsigned CONSUMERS_BARRIER = 1;  // all threads of both consumers
+__device__ __forceinline__ unsigned consumer_barrier(unsigned consumer) {
+    return 2 + consumer;
+}  // threads of a consumer
+// Ping-pong: a consumer waits on its own before it computes P and dS, and arrives on the other's when it has.
+__device__ __forceinline__ unsigned scheduler_barrier(unsigned consumer) { return 4 + consumer; }
+constexpr unsigned CONSUMER_THREADS = 128, BOTH_CONSUMERS = 256;  // threads that sync with or arrive at a named barrier
