@@ -20,9 +20,15 @@ from ..engine import pipeline
 from ..launch import driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
-from ..verify.sampled import Expected, Verdict, expect
-from ..verify.sampled_gradients import ExpectedGradients, expect_gradients
-from ..verify.sampled_sequences import ExpectedSequences, expect_sequences
+from ..verify.sampled import (
+    Expected,
+    ExpectedGradients,
+    ExpectedSequences,
+    Verdict,
+    expect,
+    expect_gradients,
+    expect_sequences,
+)
 from ..verify.scores import visible_pairs
 from . import decode, environment, reading
 from .grids import GRIDS as GRIDS  # re-exported for `tune` and the command line

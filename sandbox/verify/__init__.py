@@ -9,8 +9,6 @@ __all__ = [
     "references",
     "report",
     "sampled",
-    "sampled_gradients",
-    "sampled_sequences",
     "sanitize",
     "scores",
     "sequences",

@@ -20,7 +20,7 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.reference import attention_backward, gradient_bound, naive_backward
 from sandbox.spec import Problem
-from sandbox.verify import sampled_gradients
+from sandbox.verify import sampled
 
 torch = pytest.importorskip("torch")
 
@@ -40,10 +40,10 @@ def plain_gradients(problem: Problem, q: Any, k: Any, v: Any, dout: Any) -> tupl
 def test_strips_are_the_whole_reference(problem: Problem) -> None:
     """If dO is zero outside of the strips, the reference for all rows equals the sum over the strips."""
     q, k, v, dout = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, q, k, v, dout)
+    expected = sampled.expect_gradients(problem, q, k, v, dout)
     whole = dout.clone()
     with expected._strips_alone():
-        assert 0 < (dout != 0).any(dim=3).sum() <= len(expected.strips) * sampled_gradients.ROWS
+        assert 0 < (dout != 0).any(dim=3).sum() <= len(expected.strips) * sampled.ROWS
         arrays = [x.float().numpy() for x in (dout, q, k, v)]
         full = attention_backward(*arrays, causal=problem.causal, scale=problem.scale)
     assert torch.equal(dout, whole)
@@ -55,7 +55,7 @@ def test_strips_are_the_whole_reference(problem: Problem) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
     inputs = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, *inputs)
+    expected = sampled.expect_gradients(problem, *inputs)
     right = expected.check(lambda: None, lambda: plain_gradients(problem, *inputs))
     assert right.message == ""
     assert right.error <= right.bound
@@ -74,7 +74,7 @@ def test_right_gradients_pass_and_wrong_ones_do_not(problem: Problem) -> None:
 def test_an_unwritten_element_is_found_anywhere() -> None:
     problem = Problem(2, 8, 300, 300, 16, dtype="float16")
     inputs = inputs_of(problem)
-    expected = sampled_gradients.expect_gradients(problem, *inputs)
+    expected = sampled.expect_gradients(problem, *inputs)
     unsampled = next(h for h in range(8) if (1, 0, h) not in expected.sums)
 
     def launch() -> tuple[Any, ...]:

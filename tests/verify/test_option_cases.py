@@ -23,11 +23,11 @@ from sandbox.launch.dlpack import HOST
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
 from sandbox.toolchain import cache, nvrtc
-from sandbox.verify import sampled, sampled_gradients, scores, sequences
+from sandbox.verify import sampled, scores, sequences
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
 from sandbox.verify.isolated import IsolatedRunner
 from sandbox.verify.references import reference_of
-from sandbox.verify.sampled_sequences import expect_sequences
+from sandbox.verify.sampled import expect_sequences
 
 TRIED = (*((name,) for name in scores.OPTIONS), *scores.TOGETHER)
 P = Problem(2, 4, 130, 97, 8, Hk=2, dtype="float32", causal="bottom-right")
@@ -77,7 +77,7 @@ def test_strips_are_those_of_the_whole(names: tuple[str, ...]) -> None:
     wrong, _ = reference.attention(given["Q"], given["K"], given["V"], causal=p.causal, scale=p.scale)
     if names != ("Dv",):
         assert sampled.compare(expected, torch.from_numpy(wrong.astype(np.float32))).message
-    gradients = sampled_gradients.expect_gradients(p, t["Q"], t["K"], t["V"], t["dO"], option_tensors=read)
+    gradients = sampled.expect_gradients(p, t["Q"], t["K"], t["V"], t["dO"], option_tensors=read)
 
     def launch() -> tuple[Any, ...]:
         found = reference.attention_backward(*(t[n].numpy() for n in ("dO", "Q", "K", "V")), **options)
