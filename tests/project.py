@@ -19,7 +19,7 @@ SEED = int(os.environ.get("SANDBOX_SEED", "20261121"))
 # "sampled" for `make test`; "quick" for `make quick`; "all" for `make test-all`, which samples nothing.
 SAMPLE = os.environ.get("SANDBOX_SAMPLE", "sampled")
 # The folders whose tests are unit tests, except those with the marker `slow`.
-QUICK_FOLDERS = ("core", "reference", "launch", "bench", "profile", "watch", "tune", "verify", "jobs", "scaffold")
+QUICK_FOLDERS = ("core", "reference", "launch", "bench", "profile", "jobs")
 # SANDBOX_WIDTHS=all: tests/engine/test_widths.py runs every pair of head dimensions on the CPU backend.
 ALL_WIDTHS = os.environ.get("SANDBOX_WIDTHS") == "all"
 # SANDBOX_MAGNITUDES=all: tests/engine/test_magnitudes.py tries as much on the CPU backend as on a GPU.
