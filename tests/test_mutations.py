@@ -20,6 +20,8 @@ import mutation
 import mutation_score
 import mutation_tests
 
+from sandbox.core import jsonl
+
 KERNEL = """\
 // a comment with a < b and 1 + 1;
 #define STAGES 2
@@ -149,6 +151,14 @@ def test_names_in_the_junit_file(tmp_path: Path) -> None:
     assert mutation_tests.recorded_seconds(tmp_path / "tests.xml", tests) == {tests[0]: 2.5}
 
 
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another project, without records of `make coverage`."""
+    for module in (mutants, mutation_tests):
+        monkeypatch.setattr(module, "ROOT", folder)
+    for name in ("DATA", "TIMES"):
+        monkeypatch.setattr(mutation_tests, name, folder / "none")
+
+
 def test_a_survivor_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the mutations of a small project one is noticed, one is not, and one has only a test that always fails."""
     files = {
@@ -162,8 +172,7 @@ def test_a_survivor_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for module in (mutants, mutation_tests):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
+    in_folder(tmp_path, monkeypatch)
     options = argparse.Namespace(tier="test", seconds=10.0, jobs=2, seed=0)
     examiner = mutants.Examiner(tmp_path / "copies", list(files), options)
     change = mutation.Change("arithmetic", 6, "1 + 1", "1 + 2")
@@ -210,9 +219,12 @@ def test_parameters_that_a_mutation_removes(tmp_path: Path, monkeypatch: pytest.
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for module in (mutants, mutation_tests):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
+    in_folder(tmp_path, monkeypatch)
     options = argparse.Namespace(tier="test", seconds=10.0, jobs=1, seed=0)
     each = mutation.of("sandbox/core/__init__.py", "NAMES = 'a', 'b'\n", mutation.Change("names", 8, "'a'", "'c'"))
     row = mutants.Examiner(tmp_path / "copies", list(files), options).row(each)
     assert (row["outcome"], row["tests"]) == ("survived", "3 of 3")
+
+
+def test_the_table_is_generated() -> None:
+    assert mutation_score.TABLE.read_text() == mutation_score.text(jsonl.read(mutation_score.ROWS))
