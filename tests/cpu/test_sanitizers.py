@@ -64,7 +64,7 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
 
 
 # The address sanitizer finds most faults, in the least time.
-TOOLS = [pytest.param(tool, marks=pytest.mark.sampled(1 if tool == "address" else 2)) for tool in HOST_TOOLS]
+TOOLS = [pytest.param(tool, marks=pytest.mark.sampled(1 if tool == "address" else 4)) for tool in HOST_TOOLS]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -261,7 +261,7 @@ INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "problem", "invalid"), INVALID_INDICES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_indices_outside_of_the_tensors_are_clamped(
     name: str, problem: Problem, invalid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

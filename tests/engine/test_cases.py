@@ -36,6 +36,7 @@ def pointed() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("kernel", "case"), list(pointed()))
+@pytest.mark.sampled(2)
 def test_isolating_inputs(kernel: Kernel, case: Case, device: Device) -> None:
     right(kernel, case, device)
 
@@ -54,7 +55,7 @@ LYING += [("bshd", 12)]  # some heads begin at a multiple of 16 bytes, all end b
 
 @pytest.mark.parametrize(("layout", "D"), LYING)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_layouts(kernel: Kernel, layout: str, D: int, device: Device) -> None:
     """All layouts of the inputs. If their rows have gaps, those of the outputs have other gaps."""
     case = Case(layout, Problem(2, 4, 70, 45, D, Hk=2, dtype=dtype_of(kernel)), layout=layout)

@@ -138,6 +138,7 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.sampled(2)
 def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
     """All tiles of the spec, not only the best."""
     for tile in kernel.tiles:
