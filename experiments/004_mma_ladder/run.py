@@ -40,7 +40,7 @@ PROBLEMS = [
     for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
 ]
 OTHERS = {"fwd_mma": "the kernel itself: the last step, and NaN and inf behind a mask do not reach the output",
-          "sdpa-flash": "FlashAttention-2, PyTorch's own"}  # fmt: skip
+          "sdpa-flash": "FlashAttention-2, PyTorch's kernel"}  # fmt: skip
 Speeds = dict[Problem, float]  # TFLOP/s
 
 
@@ -160,9 +160,9 @@ def ladder_table(rows: list[dict[str, Any]]) -> str:
     r, lengths = rows[-1], ", ".join(str(S) for S in sorted({p.Sq for p in by_problem(rows)}))
     caption = (
         f"TFLOP/s, {r['dtype']}, geometric means over S {lengths} with and without causal mask (16k tokens, hidden"
-        " size 2048); gains over the step before, from “not kept” on over the last step. –: changes nothing at this"
-        f" width. Registers at D = 64 / 128; *: some are spilled. {r['device']}, CUDA {r['cuda']}; a matrix product"
-        f" reaches {r['ceiling_tflops']:.0f} in the same run."
+        f" size 2048). A gain is relative to the step before; in the rows after step {len(LADDER) - 1}, to that step."
+        " “–”: the step changes nothing at this D. Registers at D = 64 / 128; “*”: some are spilled."
+        f" {r['device']}, CUDA {r['cuda']}; a matrix product reaches {r['ceiling_tflops']:.0f} in the same run."
     )
     return "\n".join([*lines, "", caption]) + "\n"
 

@@ -51,7 +51,7 @@ def means_table(rows: list[ladder.Row]) -> str:
     speed = speeds(rows)
     points = [key[1:] for key in speed if key[0] == "bfloat16" and ("float8_e4m3", *key[1:]) in speed]
     lines = [
-        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in WIDTHS)} | of bfloat16 |",
+        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in WIDTHS)} | relative to bfloat16 |",
         f"| --- | --- | --- |{' --- |' * len(WIDTHS)} --- |",
     ]
     means = {
@@ -63,10 +63,12 @@ def means_table(rows: list[ladder.Row]) -> str:
         shown = " | ".join(f"{mean:.0f}" for mean in own)
         lines.append(f"| {kernel.rung} | `{name}`, {dtype} | {kernel.summary} | {shown} | {beside} |")
     tops = {dtype: next(r["ceiling_tflops"] for r in rows if r["dtype"] == dtype) for dtype in KERNELS}
-    grid = f"{len(points)} problems (16k tokens, hidden size 2048, S 1024, 4096, 16384, both masks)"
+    of = len(WIDTHS) * len(LENGTHS) * len(MASKS)
+    what = "16k tokens, hidden size 2048, S 1024, 4096, 16384, with and without causal mask"
+    grid = f"{len(points)} of {of} problems ({what})"
     reached = " and ".join(f"{top:.0f} in {dtype}" for dtype, top in tops.items())
     where = f"{rows[-1]['device']}, CUDA {rows[-1]['cuda']}; matrix products reach {reached} in the same run"
-    return "\n".join([*lines, "", f"TFLOP/s of the forward, geometric means over {grid}; {where}."]) + "\n"
+    return "\n".join([*lines, "", f"TFLOP/s of the forward, geometric means for each D, {grid}; {where}."]) + "\n"
 
 
 def points_table(rows: list[ladder.Row]) -> str:

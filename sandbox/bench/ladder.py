@@ -35,8 +35,9 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     contenders = sorted(every, key=lambda name: kernels[name].rung if name in kernels else len(kernels))
     relative, problems = ratios(rows, against), len({key[1:] for key in speed})
     widths = sorted({r["D"] for r in rows})
+    last = f"relative to {_PEERS.get(against, against)}"
     lines = [
-        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in widths)} | of {_PEERS.get(against, against)} |",
+        f"| rung | kernel | idea | {' | '.join(f'D = {D}' for D in widths)} | {last} |",
         f"| --- | --- | --- |{' --- |' * len(widths)} --- |",
     ]
     for name in contenders:
@@ -44,18 +45,18 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
         means = [f"{geometric_mean(points[D].values()):.3g}" if points[D] else "–" for D in widths]
         beside = [times(relative[name][D][0]) if D in relative.get(name, ()) else "–" for D in widths]
         kernel, timed = kernels.get(name), sum(map(len, points.values()))
-        whose = "its authors' own" if name in _PACKAGES else "PyTorch's own"
+        whose = "its authors' package" if name in _PACKAGES else "PyTorch's kernel"
         rung, idea = (str(kernel.rung), kernel.summary) if kernel else ("", whose)
         shown = f"`{name}`" if kernel else label(name)
-        shown += f" (the {timed} shortest)" if timed < problems else ""
+        shown += f" ({timed} of {problems} problems)" if timed < problems else ""
         lines.append(f"| {rung} | {shown} | {idea} | {' | '.join(means)} | {' / '.join(beside)} |")
     r = rows[-1]
-    grid = f"{problems} problems (16k tokens, hidden size 2048, S 512 … 16k, both masks)"
+    grid = f"{problems} problems in total (16k tokens, hidden size 2048, S 512 … 16k, with and without causal mask)"
     tops = sorted(row["ceiling_tflops"] for row in rows)
     reached = " … ".join(dict.fromkeys(f"{top:.0f}" for top in (tops[0], tops[-1])))  # the range over all rows
     ceiling = f"a matrix product reaches {reached} in the same run"
     where = f"{r['device']}, CUDA {r['cuda']}"
-    said = f"TFLOP/s of the {r['computes']}, {r['dtype']}, geometric means over {grid}; {where}; {ceiling}."
+    said = f"TFLOP/s of the {r['computes']}, {r['dtype']}, geometric means for each D, {grid}; {where}; {ceiling}."
     return "\n".join([*lines, "", said]) + "\n"
 
 
