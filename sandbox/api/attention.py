@@ -31,7 +31,7 @@ def attention_forward(
     q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: float | None = None,
     **options: Unpack[ForwardKeywords],
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Exact attention by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 1). Records no gradients.
+    """Exact attention by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 1). Autograd does not record it.
 
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H; float32, float16, bfloat16, or float8
     (e4m3fn, e5m2; v may have the other of the two), which has no gradient; any strides with a unit stride in D. NumPy,
@@ -56,34 +56,34 @@ def attention_forward(
     largest number of v's dtype, and rounded to that dtype. out_dtype: for float8: bfloat16 (the default), float16 or
     float32.
 
-    kernel: a name; by default the highest rung that supports the problem. tile: a Tile, {"BLOCK_M": 64, ...} or
-    "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
+    kernel: a name from `python -m sandbox list`; by default the highest rung that supports the problem. tile: a Tile,
+    {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
 
     Returns out, (B, H, Sq, Dv), of q's dtype (for float8: `out_dtype`), library and device; and lse, (B, H, Sq)
-    float32, the natural log-sum-exp of the scores, the sink included. A row that sees no key has out 0, and lse -inf
-    or, with a sink, the sink. On a GPU the work is queued on the caller's current stream. If `backend` is not that of
+    float32, the natural log-sum-exp of the scores, the sink included. A row that sees no key has out 0, and lse -inf;
+    with a sink, lse is sink[h]. On a GPU the work is queued on the caller's current stream. If `backend` is not that of
     the arrays, they are copied to its device, and the results back.
 
     Raises UnsupportedProblem naming the unsupported value; TypeError for an unknown keyword argument; SpecError,
     UnknownKernel, CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
     if options:
-        how, arrays = collect("attention_forward", q, causal, scale, options)
+        opts, arrays = collect("attention_forward", q, causal, scale, options)
     else:
-        how, arrays = plain_options(causal, scale), ()
+        opts, arrays = plain_options(causal, scale), ()
     arrays, library = (q, k, v, *arrays), library_of(q)
-    if found := known(library, "forward", how, arrays):
+    if found := known(library, "forward", opts, arrays):
         out, lse = found[0](arrays, found[1])
         return out, lse
     if library.intercepts(*arrays):
-        if how.descale:
+        if opts.descale:
             from . import torch_ops
 
-            return torch_ops.float8_forward(arrays, how)
+            return torch_ops.float8_forward(arrays, opts)
         from . import torch_autograd
 
-        return torch_autograd.unrecorded(arrays, how)
-    return run_forward(arrays, how)
+        return torch_autograd.unrecorded(arrays, opts)
+    return run_forward(arrays, opts)
 
 
 def attention(
@@ -95,24 +95,24 @@ def attention(
 
     Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; an operator for torch.compile.
     Under torch.autocast q, k and v are cast as for PyTorch's own attention.
-    `kernel` and `tile` are those of the forward. The backward uses the highest rung, a deterministic one under
-    torch.use_deterministic_algorithms(True). The other options are constants to autograd: a tensor that requires a
-    gradient raises UnsupportedProblem.
+    `kernel` and `tile` apply to the forward. The kernel of the backward is selected automatically, a deterministic one
+    under torch.use_deterministic_algorithms(True). All options except bias and sink are constants to autograd: if one
+    is a tensor that requires a gradient, it raises UnsupportedProblem.
 
     PyTorch's jagged nested tensors, (B, H, j, D) with a length per batch entry, are a ragged batch, as in
     `attention_varlen`; out and lse are nested, too.
     """
     if options:
-        how, arrays = collect("attention", q, causal, scale, options)
+        opts, arrays = collect("attention", q, causal, scale, options)
     else:
-        how, arrays = plain_options(causal, scale), ()
+        opts, arrays = plain_options(causal, scale), ()
     if getattr(q, "is_nested", False):
         from . import torch_nested
 
-        arrays, how = torch_nested.packed((q, k, v), arrays, how)
-        out, lse = (torch_nested.nested_as(q, x) for x in _attend(arrays, how, True))
+        arrays, opts = torch_nested.packed((q, k, v), arrays, opts)
+        out, lse = (torch_nested.nested_as(q, x) for x in _attend(arrays, opts, True))
     else:
-        out, lse = _attend((q, k, v, *arrays), how, return_lse)
+        out, lse = _attend((q, k, v, *arrays), opts, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -132,10 +132,10 @@ def attention_varlen(
 
     The options are those of `attention`; i, j, Sq and Sk are relative to a sequence, and b is its index. bias and mask
     broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default total_q and total_k; sequence b reads the first rows and
-    columns of [b]. Without bias and mask, max_seqlen_* have no effect. With a bias or mask, a sequence longer than
-    max_seqlen_* is an error on the CPU backend. On a GPU its queries from max_seqlen_q on have out, lse and gradients
-    NaN, and its keys from max_seqlen_k on are hidden and have gradients NaN; with SANDBOX_CHECKED=1 it is an error
-    there, too.
+    columns of bias[b] and mask[b]. Without bias and mask, max_seqlen_* have no effect. With a bias or mask, a sequence
+    longer than max_seqlen_* is an error on the CPU backend. On a GPU, out, lse and gradients are NaN for its queries
+    from max_seqlen_q on; its keys from max_seqlen_k on are hidden, and their gradients are NaN. With SANDBOX_CHECKED=1
+    it is an error on a GPU, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
     `attention` is. Invalid cu_seqlens are an error on the CPU backend; on a GPU the results are undefined, but no
@@ -145,7 +145,9 @@ def attention_varlen(
     for name, x in zip(("q", "k", "v", *CU_SEQLENS), (q, k, v, *offsets), strict=True):
         if not hasattr(x, "dtype"):
             raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-    how, arrays = ragged(*collect("attention_varlen", q, causal, scale, options), offsets, (max_seqlen_q, max_seqlen_k))
+    opts, arrays = ragged(
+        *collect("attention_varlen", q, causal, scale, options), offsets, (max_seqlen_q, max_seqlen_k)
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
@@ -153,7 +155,7 @@ def attention_varlen(
         if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
             raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
     heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
-    out, lse = _attend((*heads_first, *arrays), how, True)
+    out, lse = _attend((*heads_first, *arrays), opts, True)
     out = out[0].swapaxes(0, 1)
     return (out, lse[0]) if return_lse else out
 
@@ -176,27 +178,27 @@ def attention_paged(
     key); bias and mask broadcast to (B, H, Sq, max_pages * page_size).
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32. It has no gradient. A page
-    number out of range is an error on the CPU backend and under `sanitize`; on a GPU another page is read instead.
-    Raises the exceptions of `attention_forward`.
+    number out of range is an error on the CPU backend and in `python -m sandbox sanitize`; on a GPU another page is
+    read instead. Raises the exceptions of `attention_forward`.
     """
     check_keywords("attention_paged", options, PAGED)
-    how, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
-    how, arrays = paged(how, arrays, block_table)
+    opts, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
+    opts, arrays = paged(opts, arrays, block_table)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         if len(x.shape) != 4:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (pages, page_size, Hk, D)")
     arrays = q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays
-    if library_of(q).needs_autograd(*arrays, how.scale):
-        if how.descale:
+    if library_of(q).needs_autograd(*arrays, opts.scale):
+        if opts.descale:
             from . import torch_ops
 
-            out, lse = torch_ops.float8_forward(arrays, how)
+            out, lse = torch_ops.float8_forward(arrays, opts)
         else:
             from . import torch_autograd
 
-            out, lse = torch_autograd.paged_forward(arrays, how)
+            out, lse = torch_autograd.paged_forward(arrays, opts)
     else:
-        out, lse = run_forward(arrays, how)
+        out, lse = run_forward(arrays, opts)
     return (out, lse) if return_lse else out
 
 
@@ -208,29 +210,27 @@ def attention_backward(
 
     q, k, v and the options as in `attention_forward`; out (B, H, Sq, Dv) and lse (B, H, Sq) as it returned them; dout
     (B, H, Sq, Dv), of q's dtype. A dout or out without unit stride in the last dimension (such as an expanded dout) and
-    a non-contiguous lse are copied, which the log ("sandbox") reports. deterministic: use only kernels whose results
-    are bitwise equal in every call.
+    a non-contiguous lse are copied; the logger "sandbox" reports it. deterministic: use only kernels whose results are
+    bitwise equal in every call.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
     share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. The gradients of bias,
     sink and lse are available through autograd of `attention` only. Memory in addition to inputs and results: delta,
-    (B, H, Sq) float32, and for a kernel that accumulates dq by atomics a float32 (B, H, Sq, D).
+    (B, H, Sq) float32; a kernel that accumulates dq with atomics also needs dQ_accum, (B, H, Sq, D) float32.
 
     Raises the exceptions of `attention_forward`.
     """
     if (dropout := options.get("dropout")) and options.get("seed") is None:
-        raise UnsupportedProblem(
-            f"attention_backward: dropout={dropout} needs the seed that the forward was given: seed="
-        )
-    how, more = collect("attention_backward", q, causal, scale, options, BACKWARD)
+        raise UnsupportedProblem(f"attention_backward: dropout={dropout} needs the seed of the forward: pass seed=")
+    opts, more = collect("attention_backward", q, causal, scale, options, BACKWARD)
     if deterministic:
-        how = replace(how, deterministic=deterministic)
+        opts = replace(opts, deterministic=deterministic)
     arrays = dout, q, k, v, out, lse, *more
     if library_of(dout).intercepts(*arrays):
         from . import torch_autograd
 
-        return torch_autograd.gradients(arrays, how)
-    dq, dk, dv = run_backward(arrays, how)
+        return torch_autograd.gradients(arrays, opts)
+    dq, dk, dv = run_backward(arrays, opts)
     return dq, dk, dv
 
 

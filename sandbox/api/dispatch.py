@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_PLANS, _MAX_ROUTES = 4096, 8
 ALIGNED = 16  # bytes: the alignment of every address that a route accepts, as allocators provide it
-_NO_KEY = (TypeError, AttributeError, RuntimeError)  # for a dict as tile, several libraries, no memory, lazy negation
+# Raised if a call has no key: tile is a dict, or arrays are of several libraries, without memory, or lazily negated.
+_NO_KEY = (TypeError, AttributeError, RuntimeError)
 
 
 class Route(NamedTuple):
@@ -122,7 +123,7 @@ def run_backward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
     See `run_forward`."""
     if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
-    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # kernels read lse and what follows by elements
+    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # from lse on: read element by element
     return plan(arrays, addresses)
 
 
@@ -139,8 +140,9 @@ def _planned(
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
         names = options.arrays
-        # A bias is copied with a tensor map, a block map 16 bytes at a time: aligned or not. Some kernels copy q, k
-        # and v in smaller vectors: the alignment itself is in the key.
+        # The key contains the alignment of q, k and v, at most 16: some kernels copy them in smaller vectors. For a
+        # bias (copied with a tensor map) and a block map (copied 16 bytes at a time), it contains whether they are
+        # aligned.
         bias = "bias" in names and addresses[names.index("bias") - len(names)] % ALIGNED > 0
         blocks = BLOCK_MAP in names and addresses[names.index(BLOCK_MAP) - len(names)] % ALIGNED > 0
         key = (which, *library.signatures(arrays), bits & -bits, bias, blocks, 0 in addresses, options)
@@ -160,8 +162,8 @@ def scale_number(scale: Any) -> float:
 
 
 def _make_plan(which: str, key: tuple | None, arrays: tuple[Any, ...], options: Options) -> tuple[Plan, Sequence[int]]:
-    """A plan for arrays of this kind, stored under `key` if there is one, and their addresses. An unsupported problem
-    is stored, too."""
+    """A plan for arrays of this kind, stored under `key` if there is one, and their addresses. For an unsupported
+    problem, a Rejection is stored."""
     from . import plan as planning  # imports all that compiles and launches
 
     plans = _plans  # the current ones: a reload in the meantime discards this plan, too

@@ -59,8 +59,8 @@ FORWARD, BACKWARD, PAGED = (
 )
 _LAUNCH = frozenset(("kernel", "tile", "backend"))  # stored in `Options` as they are passed
 _CHECKS = {option.name: option.check for option in OPTIONS if option.check}
-VALUES = tuple(_CHECKS)  # that are `Problem` fields
-_PADDED = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # to max_seqlen in a ragged batch
+VALUES = tuple(_CHECKS)  # options that are not arrays; each is a field of `Problem`
+_PADDED = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # up to max_seqlen, in a ragged batch
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
@@ -92,12 +92,12 @@ class Options(NamedTuple):
 
     @property
     def scored(self) -> bool:
-        """Whether an option other than causal, scale and those of the launch is set."""
+        """Whether an option is set other than causal, scale, kernel, tile, backend and deterministic."""
         return self[6:] != _NOT_LAUNCH
 
 
 DEFAULT = Options()
-_CAUSAL = Options(causal=True)  # of most calls
+_CAUSAL = Options(causal=True)  # the options of many calls
 _AFTER_SCALE = DEFAULT[2:]
 _NOT_LAUNCH = DEFAULT[6:]
 _DEFAULTS: dict[str, Any] = DEFAULT._asdict()
@@ -226,7 +226,7 @@ def _with_seed(q: Any, arrays: dict[str, Any], dropout: float) -> dict[str, Any]
 
 
 def _within_64_bits(seed: Any) -> int:
-    """The same 64 bits as a signed number. Raises SpecError for a value that is not an integer."""
+    """`seed` modulo 2^64, as a signed number. Raises SpecError for a value that is not an integer."""
     try:
         seed = index(seed)
     except TypeError:
@@ -252,7 +252,7 @@ def no_derivative(name: str) -> str:
     what = name if name == tensor else f"score's tensor {tensor}"
     other = _ALTERNATIVES.get(name if name == tensor else "score")
     return (
-        f"{what} is a tensor that requires a gradient, and attention has no gradient for its {what}: "
+        f"{what} is a tensor that requires a gradient, and attention has no gradient for it: "
         f"pass {tensor}.detach(){f', or {other}' if other else ''}"
     )
 
@@ -265,19 +265,20 @@ _ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
 
 
 def constants(options: Options, arrays: Sequence[Any]) -> list[tuple[str, Any]]:
-    """(name, tensor) of the arrays after q, k, v that have no gradient, of libraries that record gradients."""
+    """(name, array) of each array after q, k, v for which attention computes no gradient. Without arrays of libraries
+    that have no autograd, such as NumPy."""
     more = zip(options.arrays, arrays[3:], strict=True)
     return [(name, x) for name, x in more if name not in DIFFERENTIABLE and hasattr(x, "requires_grad")]
 
 
-# ---- options of a ragged batch, a paged batch and a backward, made of those of a dense forward
+# ---- options of a ragged batch, a paged batch and a backward, made from those of a dense forward
 
 
 def ragged(
     options: Options, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], max_seqlen: tuple[int | None, int | None]
 ) -> tuple[Options, tuple[Any, ...]]:
-    """`options` and `arrays`, with the cu_seqlens of a ragged batch. `max_seqlen` is dropped unless there is a bias or
-    a mask, whose size it is: otherwise each value would need its own plan.
+    """`options` and `arrays`, with the cu_seqlens of a ragged batch. `max_seqlen` is kept only with a bias or a mask,
+    whose last two dimensions it gives: otherwise calls that differ only in `max_seqlen` would need different plans.
     Raises SpecError for a number that is not an integer >= 0."""
     kept: tuple[int | None, int | None] = None, None
     if not _PADDED.isdisjoint(options.arrays):

@@ -1,4 +1,7 @@
-"""A plan: all that is decided once for arrays of one kind. Problem, kernel, tile, layout of the results, launch."""
+"""A plan: everything that is decided once for arrays of one kind: problem, kernel, tile, layout of the results, launch.
+
+Arrays are of one kind if their shapes, strides, alignment, dtypes, library and device are the same.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _TENSORS = {  # {name in the public functions: name in the specs}, where they di
 
 
 class Plan(Protocol):
-    """Computes the results for arrays of the kind it was made for; `addresses` are the arrays'."""
+    """Computes the results for arrays of the kind for which it was made; `addresses` are those of the arrays."""
 
     def __call__(self, arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]: ...
 
@@ -121,8 +124,8 @@ def _plan(
     computes: str, problem: Problem, library: Library, views: Mapping[str, ArrayView], like: Any,
     results: Mapping[str, _Layout], options: Options,
 ) -> Plan:  # fmt: skip
-    home = views["q"].device
-    device = _device(home, options.backend)
+    home = views["q"].device  # where the arrays are
+    device = _device(home, options.backend)  # where the kernel runs
     kernel = _kernel(computes, problem, pipeline.arch_of(device), options)
     tile = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(options.tile), tuned=True)
     to_caller = library.to_caller(like)
@@ -143,8 +146,8 @@ def _plan(
     tensors |= {name: library.view(makers[name]()) for name in results}
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device, [*given, *makers])
     if missing := results.keys() - {*prepared.tensor_names}:
-        raise UnsupportedProblem(f"{kernel.name} does not give {', '.join(sorted(missing))}")
-    launch, stream = prepared.launch, library.stream(device[1]) if device != HOST else int
+        raise UnsupportedProblem(f"{kernel.name} does not compute {', '.join(sorted(missing))}: choose another kernel")
+    launch, stream = prepared.launch, library.stream(device[1]) if device != HOST else int  # int() is 0
     allocators = [makers[name] for name in results]
     pointer, size, offsets = library.pointer, *_together([scratch[name] for name in makers if name not in results])
     new_scratch = library.allocator(like, (size,), (1,), "float32")
@@ -189,7 +192,7 @@ def _nan_filled(library: Library, make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _converting_plan(plan: Plan, to_caller: Callable[[Any], Any]) -> Plan:
-    """`plan`, with its results converted to the caller's kind of array after the launch."""
+    """`plan`, with its results converted to the caller's type of array after the launch."""
     return lambda arrays, addresses: tuple(map(to_caller, plan(arrays, addresses)))
 
 
@@ -209,7 +212,7 @@ def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options
     if options.deterministic and not kernel.deterministic:
         other = choose.choose_kernel(problem, computes, arch, deterministic=True)
         raise UnsupportedProblem(
-            f"{kernel.name} is not deterministic: it accumulates with atomics, in any order; {other.name} is"
+            f"{kernel.name} is not deterministic: it accumulates with atomics, in any order: choose {other.name}"
         )
     return kernel
 

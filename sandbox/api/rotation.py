@@ -15,9 +15,9 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
     large in all rows: then the error grows (experiments/015_fp8).
 
     The matrix is a diagonal of random signs, drawn with `seed`, times a Hadamard matrix / sqrt(D). If D is not a power
-    of two, it is block diagonal; the block size is the largest power of two that divides D. Arrays of any library and
-    floating dtype with reshape and slice assignment; returns new arrays. Call it before computing the scales of q and
-    k and converting them to float8. Raises UnsupportedProblem if D differs.
+    of two, the matrix is block diagonal; the block size is the largest power of two that divides D. q and k: arrays of
+    any floating dtype, of any library that has reshape and slice assignment; returns new arrays. Call it before
+    computing the scales of q and k and converting them to float8. Raises UnsupportedProblem if D differs.
 
     Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3, "incoherent processing".
     """

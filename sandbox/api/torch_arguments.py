@@ -35,22 +35,22 @@ def kernel_of(text: str | None) -> str | Kernel | None:
 
 
 def text_of_tile(tile: Tile | str | Mapping[str, int] | None) -> str:
-    """ "" for none. Constructs no Tile: PyTorch's compiler would have to trace it."""
+    """The tile as text, "" for None. Constructs no Tile: PyTorch's compiler would have to trace it."""
     if tile is None or isinstance(tile, str):
         return tile or ""
     return ",".join(f"{n}={int(tile[n])}" for n in tile)
 
 
 def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, names: Sequence[str]) -> str:
-    """The fields of `Options` that are not tensors, and the names of tensors without a gradient, as JSON. `fields`: the
-    numbers. `score`: the expressions and `made_for`, not the object, which the compiler of PyTorch 2.11 does not accept
-    as a constant."""
+    """The fields of `Options` that are not tensors, and the names of tensors without a gradient, as JSON. `fields`: all
+    but `score`. `score`: its expressions and `made_for` (the sizes of its block map), not the object, which the
+    compiler of PyTorch 2.11 does not accept as a constant."""
     return json.dumps({**fields, "score": score, "arrays": names})
 
 
 def options_of(differentiable: Sequence[Any], others: Sequence[Any], text: str) -> tuple[Options, tuple[Any, ...]]:
-    """The options, and their arrays. `differentiable`: one for each of `DIFFERENTIABLE`, or None; `others`: all
-    others."""
+    """The options, and their arrays. `differentiable`: a tensor or None for each name in `DIFFERENTIABLE`; `others`:
+    all other tensors."""
     named = {name: tensor for name, tensor in zip(DIFFERENTIABLE, differentiable, strict=True) if tensor is not None}
     options = _parsed(text, tuple(named), tuple(like_of(tensor) for tensor in others))
     return options, (*named.values(), *others)
@@ -58,7 +58,7 @@ def options_of(differentiable: Sequence[Any], others: Sequence[Any], text: str) 
 
 @lru_cache(maxsize=256)
 def _parsed(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) -> Options:
-    """`names`: of the tensors with a gradient. `likes`: the others."""
+    """`names`: the names of the tensors with a gradient. `likes`: shapes and dtypes of the others."""
     fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()}
     others, score = fields.pop("arrays"), fields.pop("score")
     if score:

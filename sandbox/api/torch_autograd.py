@@ -1,5 +1,6 @@
 """Attention of plain PyTorch tensors for autograd, without PyTorch's dispatcher, which takes three times as long. Calls
-that PyTorch has to intercept go to the operators of `torch_ops`. Imported on demand.
+that PyTorch has to intercept (tensor subclasses, dispatch modes, torch.func, tracing) go to the operators of
+`torch_ops`. Imported on demand.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class _Attention(torch.autograd.Function):
             wanted = tuple([f"d{name}" for name, need in needed if need and name in DIFFERENTIABLE])
             options, others = for_backward(plain, saved[5:], dlse, wanted)
             arrays = *arrays[:6], *others
-        twice = torch.is_grad_enabled()
+        twice = torch.is_grad_enabled()  # create_graph=True
         if not twice and (route := known(_PYTORCH, "backward", options, arrays)):
             found = route[0](arrays, route[1])
         elif twice or _PYTORCH.intercepts(*arrays) or batched(dout) or batched(dlse):

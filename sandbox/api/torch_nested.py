@@ -18,7 +18,9 @@ def packed(
     be transposes of (B, j, heads, D) without gaps between sequences. Raises UnsupportedProblem for others."""
     q, k, v = (_packed(name, x) for name, x in zip("qkv", qkv, strict=True))
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
-        raise UnsupportedProblem("k and v are nested tensors of different lengths: a key has one value")
+        raise UnsupportedProblem(
+            "k and v are nested tensors of different lengths: they must be the same in each batch entry"
+        )
     offsets = q.offsets().to(torch.int32), k.offsets().to(torch.int32)
     options, arrays = ragged(options, arrays, offsets, (None, None))
     return (*(x.values().transpose(0, 1)[None] for x in (q, k, v)), *arrays), options
@@ -32,7 +34,7 @@ def nested_as(q: Tensor, x: Tensor) -> Tensor:
 
 def _packed(name: str, x: Tensor) -> Tensor:
     if not (isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged and x.dim() == 4):
-        raise UnsupportedProblem(f"{name} must be a nested tensor as q is, (B, heads, j, D), of layout torch.jagged")
+        raise UnsupportedProblem(f"{name} must be a nested tensor like q, (B, heads, j, D), with layout torch.jagged")
     packed = x.transpose(1, 2)
     if packed._ragged_idx != 1 or packed.lengths() is not None:
         raise UnsupportedProblem(

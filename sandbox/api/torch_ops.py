@@ -33,27 +33,30 @@ from .options import DIFFERENTIABLE, VALUES, Options, for_backward, replace
 from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile
 
 Results = tuple[Tensor, ...]
-How = tuple[str, float | None, str | None, str, str | None]  # causal, scale, kernel, tile, backend of an operator
+# causal, scale, kernel, tile, backend of an operator
+OperatorArguments = tuple[str, float | None, str | None, str, str | None]
 
 
 def forward(arrays: Results, options: Options) -> Results:
     """(out, lse) by the operators, of q, k, v and the arrays that `options.arrays` names."""
     if not options.scored:
-        return call_operator(_forward, _Forward, *arrays, *_how(options, options.scale))
+        return call_operator(_forward, _Forward, *arrays, *_operator_arguments(options, options.scale))
     q, k, v, *more = arrays
     spread = spread_options(options, more)
-    return call_operator(_scored_forward, _ScoredForward, q, k, v, *spread, *_how(options, options.scale))
+    return call_operator(
+        _scored_forward, _ScoredForward, q, k, v, *spread, *_operator_arguments(options, options.scale)
+    )
 
 
 def backward(arrays: Results, options: Options, dlse: Tensor | None = None, gradients: tuple[str, ...] = ()) -> Results:
-    """dq, dk, dv and those of dbias and dsink that `gradients` names, by the operators. `arrays`: dout, q, k, v, out,
+    """dq, dk, dv, and dbias and dsink if `gradients` names them, by the operators. `arrays`: dout, q, k, v, out,
     lse and the arrays that `options.arrays` names."""
     scale = options.scale if options.scale is None else scale_number(options.scale)
-    how = *_how(options, scale), options.deterministic
+    last = *_operator_arguments(options, scale), options.deterministic
     if not options.scored:
-        return call_operator(_backward, _Backward, *arrays, *how, dlse)
+        return call_operator(_backward, _Backward, *arrays, *last, dlse)
     spread = spread_options(options, arrays[6:])
-    found = _scored_gradients(*arrays[:6], dlse, *spread, *how, " ".join(gradients))
+    found = _scored_gradients(*arrays[:6], dlse, *spread, *last, " ".join(gradients))
     return (*found[:3], *(found[i] for i, name in ((3, "dbias"), (4, "dsink")) if name in gradients))
 
 
@@ -70,16 +73,17 @@ def float8_forward(arrays: Results, options: Options) -> Results:
         return torch_graphs.run_outside(arrays, options)
     if library_of(arrays[0]).intercepts(*arrays):
         raise UnsupportedProblem(
-            "attention of float8 is not an operator of PyTorch: subclasses, dispatch modes, torch.func and tracing "
-            "need plain tensors of float16 or bfloat16"
+            "attention of float8 is not a PyTorch operator and does not support tensor subclasses, dispatch modes, "
+            "torch.func or tracing: pass plain tensors, or convert q, k and v to bfloat16"
         )
     return run_forward(arrays, options)
 
 
-# ---- options as arguments of an operator: causal is "" if it is False
+# ---- options as arguments of an operator
 
 
-def _how(options: Options, scale: Any) -> How:
+def _operator_arguments(options: Options, scale: Any) -> OperatorArguments:
+    """The last arguments of an operator; causal is "" for False."""
     causal = normalise_causal(options.causal) or ""
     return causal, scale, _kernel_text(options.kernel), text_of_tile(options.tile), options.backend
 
@@ -87,7 +91,7 @@ def _how(options: Options, scale: Any) -> How:
 def _options_of(
     causal: str, scale: float | None, kernel: str | None, tile: str, backend: str | None, deterministic: bool = False
 ) -> dict[str, Any]:
-    """The fields of `Options` that `_how` made these of."""
+    """The inverse of `_operator_arguments`, as fields of `Options`."""
     launch = {"kernel": kernel_of(kernel), "tile": tile or None, "backend": backend, "deterministic": deterministic}
     return {"causal": causal or False, "scale": scale, **launch}
 
@@ -103,8 +107,8 @@ def _kernel_text(kernel: str | Kernel | None) -> str | None:
 
 
 def spread_options(options: Options, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The arguments of a scored operator from bias on: each of `DIFFERENTIABLE`, the list of other tensors, the
-    text."""
+    """The arguments of a scored operator from bias on: each of `DIFFERENTIABLE`, the list of other tensors, the JSON
+    string."""
     named = dict(zip(options.arrays, arrays, strict=True))
     others = [name for name in named if name not in DIFFERENTIABLE]
     score = None if options.score is None else (options.score.score, options.score.mask, options.score.made_for)
@@ -134,7 +138,7 @@ def _forward(
 
 @_forward.register_fake
 def results_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
-    """out and lse, not computed."""
+    """Uninitialised tensors with the shapes, strides and dtypes of out and lse."""
     out = (*q.shape[:3], v.shape[3])
     strides = dense_strides(out, q.stride())
     return q.new_empty_strided(out, strides), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -296,10 +300,10 @@ _Forward = function_of(_forward, _remember, _gradients)
 _Backward = function_of(_backward, lambda ctx, inputs, output: None, refuse)
 
 
-# Tensor subclasses that need a rule for each operator and have none for ours, and what to do instead.
+# Tensor subclasses that need a rule for each operator and have none for these, and what to do instead.
 _REMEDIES = {
     "DTensor": "pass each device's own part, .to_local()",
-    "MaskedTensor": "pass its numbers, .get_data(), and what it hides as mask=",
+    "MaskedTensor": "pass .get_data(), and hide keys with mask=",
 }
 
 
@@ -346,8 +350,8 @@ def _gradients_scored(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     q, k, v, bias, sink, out, lse, *tensors = ctx.saved_tensors
     needed = ctx.needs_input_grad
     wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[4])) if need)
-    how = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
-    inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, bias, sink, tensors, ctx.text, *how
+    last = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
+    inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, bias, sink, tensors, ctx.text, *last
     of = zip(_scored_gradients(*inputs), needed, strict=False)
     return *(gradient if need else None for gradient, need in of), *(None,) * 7
 

@@ -1,9 +1,9 @@
 """PyTorch's flash attention operators, replaced by our kernels. Imported on demand.
 
-`scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention) end
-in a few operators of PyTorch, which has their gradients. A `Slot` overrides these operators in PyTorch's dispatcher:
-those of its flash attention, and on the CPU also the operator that PyTorch uses there instead. Calls that we do not
-support go to PyTorch's own kernel.
+`scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention)
+call a few operators of PyTorch, and PyTorch registers their gradients. A `Slot` overrides these operators in PyTorch's
+dispatcher: those of its flash attention, and on the CPU also the operator that PyTorch uses there instead. Calls that
+we do not support go to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def use_in_torch(
     with dropout, on CUDA and on the CPU; and everything else that calls PyTorch's flash operators, dense and ragged.
 
     kernel, tile: of the forward, by default those that `attention` selects; backward: the kernel of the backward.
-    Unsupported problems go to PyTorch's own kernel, and the log ("sandbox") says why. Leaving the context restores what
-    was active before. Without `with`, `activate()` and `restore()` do the same; so do, of the latest object, PyTorch
-    2.11's own torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl().
+    Unsupported problems go to PyTorch's own kernel; the logger "sandbox" reports the reason. Leaving the context
+    restores what was active before. Without `with`, `activate()` and `restore()` do the same. In PyTorch 2.11 and later
+    torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl() do it for the latest
+    object.
 
     Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
 
@@ -93,7 +94,7 @@ class Slot:
         _active.append(self)
 
     def restore(self) -> None:
-        """PyTorch's kernels again, or what was active before `activate`, unless another one was activated since."""
+        """Restores PyTorch's kernels, or what was active before `activate`, unless another one was activated since."""
         if self not in _active:
             return
         registry, in_force = _registry(), _active[-1] is self
@@ -174,7 +175,7 @@ class Slot:
             return run_backward(arrays, backward)
         except UnsupportedProblem as error:
             raise SandboxError(
-                f"the forward was ours, with dropout, and no backward kernel of ours supports it: {error}"
+                f"with dropout, sandbox computed the forward, and no backward kernel of sandbox supports it: {error}"
             ) from None
 
     def _as_forward(self, options: Options) -> Options:
@@ -248,7 +249,7 @@ def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], options: Options) -> Ten
 
 def _reject(name: str, given: object) -> None:
     if given:
-        raise UnsupportedProblem(f"{name} of PyTorch's flash attention is not supported")
+        raise UnsupportedProblem(f"{name}, an argument of PyTorch's flash attention, is not supported")
 
 
 def _dense_forward(
@@ -259,12 +260,12 @@ def _dense_forward(
     state = _state(q) if dropout_p else None
     options, more = _options(q, is_causal, scale, dropout_p, state)
     out, lse = slot.attend((q, k, v, *more), options)
-    numbers = _auxiliary(q, state)
+    auxiliary = _auxiliary(q, state)
     if return_debug_mask and dropout_p:
-        numbers = *numbers[:2], _debug_mask(slot, (q, k, v, *more), options)
+        auxiliary = *auxiliary[:2], _debug_mask(slot, (q, k, v, *more), options)
     if not q.is_contiguous():
         out = _dense_like(q, out)
-    return out, lse, None, None, q.size(2), k.size(2), *numbers
+    return out, lse, None, None, q.size(2), k.size(2), *auxiliary
 
 
 def _dense_backward(
@@ -289,21 +290,21 @@ def _flash_forward(
     options, more = _options(
         q, is_causal, scale, dropout_p, state, window=window, key_lengths=seqused_k, alibi=alibi_slopes
     )
-    numbers = _auxiliary(q, state)
+    auxiliary = _auxiliary(q, state)
     if cum_seq_q is None:
         arrays = *_heads_first(q, k, v), *more
         out, lse = slot.attend(arrays, options)
         if return_debug_mask and dropout_p:
-            numbers = *numbers[:2], _debug_mask(slot, arrays, options)
-        return _dense_like(q, out.transpose(1, 2)), lse, *numbers
-    if return_debug_mask and dropout_p:  # not UnsupportedProblem: PyTorch's forward and our backward would differ
+            auxiliary = *auxiliary[:2], _debug_mask(slot, arrays, options)
+        return _dense_like(q, out.transpose(1, 2)), lse, *auxiliary
+    if return_debug_mask and dropout_p:  # no fallback: PyTorch's forward drops other elements than our backward
         raise SandboxError(
             "return_debug_mask of a ragged batch with dropout is not supported in use_in_torch: no kernel writes the "
             "mask; call the operator outside of it, or leave out return_debug_mask"
         )
     options, more = ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     out, lse = slot.attend((*_one_batch(q, k, v), *more), options)
-    return _dense_like(q, out[0].transpose(0, 1)), lse[0], *numbers
+    return _dense_like(q, out[0].transpose(0, 1)), lse[0], *auxiliary
 
 
 def _flash_backward(

@@ -54,10 +54,10 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     fields |= _float8(views, options)
     fields |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in options.gradients, out_dtype=fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
-    lies = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
+    memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     if "bias" in views:
-        lies["bias_boxes"] = boxes(views["bias"])
-    fields |= {"causal": causal, "scale": options.scale, **lies}
+        memory["bias_boxes"] = boxes(views["bias"])
+    fields |= {"causal": causal, "scale": options.scale, **memory}
     problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, Dv=v.shape[3], **fields)
     if BLOCK_MAP in views:
         _check_map(views[BLOCK_MAP], problem)
@@ -67,7 +67,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
 def _check_map(view: ArrayView, p: Problem) -> None:
     if p.mask:
         raise UnsupportedProblem(
-            "score has a block map, which knows its own mask only: leave out mask=, or with_blocks"
+            "score has a block map, which contains only the mask of the score: leave out mask=, or with_blocks"
         )
     if (
         view.shape != p.block_map
@@ -88,7 +88,7 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # keys beyond the map's Sk are hidden
+    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # j is absent: the map hides keys beyond its Sk
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
             raise UnsupportedProblem(
@@ -98,7 +98,7 @@ def _check_map(view: ArrayView, p: Problem) -> None:
 
 
 def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None]) -> tuple[int, int, int]:
-    """The number of sequences, and the maximum number of queries and keys of one."""
+    """The number of sequences, and the maximum number of queries and of keys of a sequence."""
     queries, keys = (views[name] for name in CU_SEQLENS)
     for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
         if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
@@ -154,14 +154,14 @@ def _check_tensor(name: str, view: ArrayView) -> None:
         )
 
 
-DTYPES = {name: array.dtype for name, array in ARRAYS.items() if array.dtype}
+DTYPES = {name: array.dtype for name, array in ARRAYS.items() if array.dtype}  # that these arrays must have
 
 
 def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype: str) -> dict[str, Any]:
     """The fields of a Problem for the arrays of score options.
 
-    A dimension of stride 0 that may broadcast has size 1 in the Problem. `whole`: not of an array with a gradient,
-    which is required in the full shape.
+    A dimension of stride 0 that may broadcast has size 1 in the Problem. `whole`: an array with a gradient keeps its
+    full shape, which the gradient has, too.
     """
     found: dict[str, Any] = {}
     for name, array in ((name, array) for name, array in ARRAYS.items() if name in views):
@@ -170,7 +170,7 @@ def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype
             raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {array.dtype}")
         if not array.axes:
             if math.prod(view.shape) != 1:
-                raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be one element")
+                raise UnsupportedProblem(f"{name} has shape {view.shape}: it must have one element")
             continue
         missing = len(array.axes) - len(view.shape) if array.broadcast else 0
         shape = (*(1,) * missing, *view.shape)

@@ -80,7 +80,7 @@ class Kernel(Entry):
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # additional, if kernels share a `.cu`
     scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
-    """{name: (elements, how many of the first must be zero)} of scratch whose size is not that in `SCRATCH`."""
+    """{name: (elements, how many of the first must be zero)} of scratch whose size `SCRATCH` does not give."""
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
     paged: bool = False  # True: it takes keys in pages, which it finds by `key_address`
@@ -114,9 +114,9 @@ class Kernel(Entry):
             raise SpecError(f"{self.name}: a kernel needs at least one tile")
         for tile in self.tiles:
             if set(tile) != set(self.tiles[0]):
-                raise SpecError(f"{self.name}: tile {tile} names other numbers than {self.tiles[0]}")
+                raise SpecError(f"{self.name}: tile {tile} must name the same numbers as {self.tiles[0]}")
         if self.space and set(self.space) != set(self.tiles[0]):
-            raise SpecError(f"{self.name}: space names {', '.join(self.space)}, a tile {', '.join(self.tiles[0])}")
+            raise SpecError(f"{self.name}: space must name {', '.join(self.tiles[0])}, not {', '.join(self.space)}")
         for dtype in self.dtypes:
             if dtype not in ITEMSIZE:
                 raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
@@ -139,7 +139,7 @@ class Kernel(Entry):
             return f"{self.name}: dtype {problem.dtype} is not supported: dtypes are {', '.join(self.dtypes)}"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
-            later = "alone" if self.arch_suffix == "a" else "or later"
+            later = "and no other" if self.arch_suffix == "a" else "or later"
             return f"{self.name}: needs compute capability {need} {later}, this is {have}"
         if problem.float8 and arch is not None and arch < FLOAT8_ARCH:
             return (

@@ -54,9 +54,9 @@ class ScoreTensor(NamedTuple):
 class Array(NamedTuple):
     """The array that a caller passes for an option.
 
-    `axes`: a letter for each dimension. b, h, i and j are those of (B, H, Sq, Sk); any other letter is a size of its
-    own. An array per batch entry and more may lack the first dimension, b. `draw` returns the elements for test cases,
-    from a NumPy generator; their dtype is converted afterwards.
+    `axes`: a letter for each dimension. b, h, i and j have the sizes B, H, Sq and Sk; any other letter has any size. If
+    b is not the only letter, the array may lack it. `draw` returns the elements for test cases, from a NumPy generator;
+    the caller converts their dtype.
     """
 
     axes: str
@@ -110,7 +110,7 @@ class Option:
     flag: Mapping[str, Any] = field(default_factory=dict)  # arguments of click.option; {}: no flag
     flag_name: str = ""  # if it is not `name`
     cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # test cases of `check`
-    timed: Callable[[Problem], tuple[dict[str, Any], ...]] = lambda p: ()  # of `bench --grid scores`
+    timed: Callable[[Problem], tuple[dict[str, Any], ...]] = lambda p: ()  # options timed by `bench --grid scores`
     text: Callable[[Problem], str] = lambda p: ""  # in `Problem.variant`; "" if it is not used
 
     def tensors_of(self, p: Problem) -> Iterator[ScoreTensor]:
@@ -152,6 +152,7 @@ def _snippet_tensors(p: Problem) -> Iterator[ScoreTensor]:
 
 
 def _window_level(p: Problem) -> int:
+    """1 for a left bound, plus 2 for a right bound, unless causal, which has its own macro."""
     left, right = p.window
     return (left is not None) | (right is not None and not p.causal) << 1
 
@@ -161,6 +162,7 @@ def _same_for_every_key(shape: tuple[int, ...]) -> int:
 
 
 def _bias_level(p: Problem) -> int:
+    """1, or 2 for float32 where out is not; plus 4 if all keys have the same, plus 8 if TMA can copy tiles of it."""
     return (2 if p.bias_dtype else 1) | _same_for_every_key(p.bias) | 8 * p.bias_tiles if p.bias else 0
 
 
@@ -388,7 +390,7 @@ def check_products(scale: float, softcap: float, descale: Sequence[float]) -> No
     if not abs(factor) < FLOAT32_OVERFLOW:
         raise SpecError(
             f"scale={scale!r} times the descale of q and k, {factor!r}, is not supported: kernels compute in float32, "
-            "whose largest number is 3.4e38"
+            "whose largest number is 3.4e38: pass a smaller scale or descale"
         )
     if not softcap:
         return
@@ -400,7 +402,7 @@ def check_products(scale: float, softcap: float, descale: Sequence[float]) -> No
     if factor and not FLOAT32_NORMAL <= abs(factor) / softcap < FLOAT32_OVERFLOW:
         raise SpecError(
             f"softcap={softcap!r} with a scale of {factor!r} is not supported: kernels multiply by scale / softcap in "
-            "float32, which holds it only between 1.2e-38 and 3.4e38 in magnitude"
+            "float32, whose normal numbers are 1.2e-38 to 3.4e38 in magnitude; pass 0 for no softcap"
         )
 
 

@@ -16,7 +16,7 @@ from .normalise import Causal, Window, cdiv, integer, normalise_causal, normalis
 from .options import ARRAYS, ELEMENTWISE, OPTIONS, SHOWN, check_products
 from .score import Score
 
-PAGE_ROWS = 16  # the rows of a page are a multiple of this, which kernels copy at a time
+PAGE_ROWS = 16  # page_size must be a multiple of this: kernels copy 16 rows of one page at a time
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Problem:
     batch entry has its own number of valid keys, at most Sk; the user's own `score`; `dropout`: the probability that an
     element of P is dropped. A bias has o's dtype, or `bias_dtype`. A window bound above Sq + Sk is replaced by Sq + Sk,
     which hides nothing. Raises SpecError naming the invalid value, UnsupportedProblem for sizes above those in
-    `limits`.
+    core/limits.py.
 
     A ragged batch: B sequences of at most Sq queries and Sk keys, packed into tensors of one batch entry, q
     (1, H, rows, D) and so on; `ragged` is (rows of q, rows of k). The offsets of the sequences are known only on the
@@ -314,6 +314,7 @@ class Problem:
         yield from filter(None, (option.text(self) for option in SHOWN))
 
 
+# The fields from Dv on, with their defaults: what an option is if it is not set.
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
 
 
@@ -379,7 +380,7 @@ def _fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if len(heads) == 2 and not Hk:
         raise SpecError(f"shape {shape!r}: Hk=0 key/value heads serve no query head")
     if len(widths) == 2 and not Dv:
-        raise SpecError(f"shape {shape!r}: Dv=0: v must be at least 1 wide")
+        raise SpecError(f"shape {shape!r}: Dv=0: v's head dimension must be at least 1")
     sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}
     if isinstance(semantics.get("lengths"), str):
         semantics["lengths"] = _lengths_of(semantics["lengths"])
@@ -394,16 +395,18 @@ def _fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lengths_of(text: str) -> tuple[tuple[int, ...], ...]:
-    """Of sequences, with commas between: a number, or queries x keys."""
+    """(queries, keys) of each sequence. `text`: for each one number or queries x keys, with commas between."""
     pairs = [part.strip().split("x") for part in text.split(",")]
     if not all(len(pair) <= 2 and all(n.isdecimal() for n in pair) for pair in pairs):
-        raise SpecError(f"lengths {text!r} must be numbers with commas between, 128x256 of 128 queries and 256 keys")
+        raise SpecError(f"lengths {text!r} must be numbers with commas between; 128x256 is 128 queries and 256 keys")
     return tuple((int(pair[0]), int(pair[-1])) for pair in pairs)
 
 
 def _sizes_of(name: str, text: str, known: Mapping[str, int]) -> tuple[int, ...]:
-    """Numbers, or names of what they are, with commas between."""
+    """The sizes in `text`: numbers, or names in `known`, with commas between."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() or part in known for part in parts):
-        raise SpecError(f"{name} {text!r} must be four numbers with commas between, or names: 1,H,Sq,Sk")
+        raise SpecError(
+            f"{name} {text!r} must be four numbers or names of sizes with commas between, such as 1,H,Sq,Sk"
+        )
     return tuple(int(part) if part.isdecimal() else known[part] for part in parts)

@@ -15,7 +15,7 @@ from ..toolchain import arch as architectures
 from . import spills, tuned
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
-# Bytes per thread, of stores and loads, that a kernel may spill and still precede lower rungs: bwd_wgmma with 240 bytes
+# Bytes per thread, of spill stores and loads, up to which a kernel still precedes lower rungs: bwd_wgmma with 240 bytes
 # is three times as fast as bwd_mma without.
 MOST_SPILLED = 256
 
@@ -52,7 +52,7 @@ def choose_tile(
     multiprocessors: int = 0,
 ) -> Tile:  # fmt: skip
     """`tile` if it is not None; else the tuned tile for a GPU named `gpu`; else the spec's best tile that fits `arch`,
-    and does not spill registers by the kernel's table. If all of them spill, the one that spills the fewest bytes.
+    and does not spill registers (NAME.spills.json). If all of them spill, the one that spills the fewest bytes.
     BLOCKS of the spec's tiles, if they have it, becomes `multiprocessors` (0: unknown, BLOCKS is unchanged).
 
     Raises UnsupportedProblem with the reason of the kernel or of the tile.

@@ -37,7 +37,7 @@ def make_launch(
     """One launch of all entries whose grid is not empty. It takes the addresses of tensors in `order`. First it zeroes
     memory: `zeroed` has the number of bytes by tensor name."""
     launches = [one for one in launches if all(one.grid)]
-    # The work before the first launch is not ours: without programmatic launch, it ends before the first entry starts.
+    # Earlier work on the stream is the caller's: the first entry must not overlap it, so it has no programmatic launch.
     launches[:1] = [one._replace(programmatic_launch=False) for one in launches[:1]]
     zeroed = {name: nbytes for name, nbytes in zeroed.items() if nbytes}
     launch = _on_host(launches, zeroed, order) if device == HOST else _on_gpu(launches, zeroed, order, device)

@@ -159,7 +159,7 @@ def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
 
 
 def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None:
-    """The fingerprint of a kernel's source and of every header that either compiler includes from the project or from a
+    """Fingerprint of a kernel's source and of all headers that NVRTC or the C++ compiler reads from the project or a
     folder in the environment's include path; None if it is unknown."""
     try:
         return sources.fingerprint(kernel.source, build.searched(kernel.source, folders))

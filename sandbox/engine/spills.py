@@ -1,8 +1,8 @@
 """Which tiles spill registers: tables that `compile --sweep` generates, `kernels_cu/NAME.spills.json` beside each spec.
 
 A row has an architecture, a tile, a dtype, the options that were compiled in, and {head dimension: bytes per thread of
-spill stores and loads}. It applies to problems with these options or more, of a head dimension up to that of the row
-and above the next smaller one compiled, and of both dtypes of 16 or 8 bits. A tile without a row does not spill, or was
+spill stores and loads}. It applies to problems that have at least these options, whose head dimension is that of the
+row after rounding up to a compiled one, and whose dtype has as many bits. A tile without a row does not spill, or was
 not compiled: automatic selection uses it. Register use differs slightly between versions of NVRTC and changes with the
 source, so the table only orders the tiles that a problem may use.
 """
@@ -29,7 +29,7 @@ CPU = (9, 0)  # the CPU backend uses the tiles of this architecture
 # The bits of a macro's value that matter here: not the dtype of a bias, the page size, or the value of Dv.
 _BITS = {"BIAS": 12, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
 _IGNORED = ("SCORE_BYTES", "BLOCK_MAP", "SCORE_SNIPPET")  # every dense mask has a block map
-ALWAYS = {"CAUSAL=1", "DESCALE=8"}  # not options: causal is compiled for each of them, and float8 always has a descale
+ALWAYS = {"CAUSAL=1", "DESCALE=8"}  # are not counted: each option is compiled with causal, and float8 has a descale
 
 
 class Row(NamedTuple):
@@ -51,7 +51,7 @@ def options_of(problem: Problem) -> frozenset[str]:
 
 
 def dtype_of(problem: Problem) -> str:
-    """The dtype of a problem in rows: one of 16 bits and one of 8, since both use the same number of registers."""
+    """The dtype of a problem in rows. Dtypes of 16 bits use the same registers, and so do those of 8: rows have one."""
     return next(iter(FLOAT8)) if problem.float8 else "float16" if problem.itemsize == 2 else problem.dtype
 
 
@@ -104,8 +104,8 @@ class Table:
         self._rows[key].append((frozenset(row.options.split()), row.spilled))
 
     def spilled(self, problem: Problem, tile: Tile, arch: Arch | None) -> int:
-        """Bytes per thread that are spilled: the maximum of all rows that apply. 0: none is known. After 9.0 its rows
-        apply, too: options are not compiled for later architectures."""
+        """Bytes per thread that are spilled: the maximum of all rows that apply; 0 if there are none. Rows of sm_90
+        also apply to later architectures, for which options are not compiled."""
         wanted = arch or CPU
         nearest = max((a for a in self.archs if a <= wanted), default=min(self.archs, default=wanted))
         key = text_of(tile), dtype_of(problem)

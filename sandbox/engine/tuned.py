@@ -20,7 +20,7 @@ from ..toolchain.nvrtc import INCLUDE_DIR
 
 
 def path(kernel: Kernel, what: str) -> Path:
-    """The file with a kernel's "measurements" or "winners"."""
+    """The file with a kernel's "measurements" or "winners" (the fastest tile of each problem class)."""
     return cache.directory() / "tuned" / kernel.name / f"{what}.jsonl"
 
 

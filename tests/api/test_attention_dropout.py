@@ -147,7 +147,7 @@ def test_compiled_calls_draw_anew_and_differentiate() -> None:
 def test_refusals() -> None:
     q, k, v = inputs()
     out, lse = sandbox.attention_forward(q, k, v, dropout=P, seed=1)
-    with pytest.raises(UnsupportedProblem, match="needs the seed that the forward was given"):
+    with pytest.raises(UnsupportedProblem, match="needs the seed of the forward"):
         sandbox.attention_backward(out, q, k, v, out, lse, dropout=P)
     with pytest.raises(SpecError, match="must be a probability"):
         sandbox.attention(q, k, v, dropout=1.5, seed=1)
@@ -155,5 +155,5 @@ def test_refusals() -> None:
         run(q, k, v, seed=1.5)
     with pytest.raises(UnsupportedProblem, match="seed is float32: it must be int64"):
         run(q, k, v, seed=torch.ones(1))
-    with pytest.raises(UnsupportedProblem, match="it must be one element"):
+    with pytest.raises(UnsupportedProblem, match="it must have one element"):
         run(q, k, v, seed=torch.ones(2, dtype=torch.int64))

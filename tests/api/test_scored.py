@@ -70,7 +70,7 @@ def test_a_tensor_without_a_gradient_refuses_to_be_differentiated_by(option: str
         "alibi": ("alibi", r"alibi\.detach\(\), or what it adds as bias="),
         "score": ("score's tensor gain", r"gain\.detach\(\), or what it adds as bias=, such as bias=table"),
     }[option]
-    message = f"attention has no gradient for its {what}: pass {other}"
+    message = f"{what} is a tensor that requires a gradient, and attention has no gradient for it: pass {other}"
 
     def given(x: torch.Tensor) -> dict[str, Any]:
         return {option: x if option == "alibi" else Score("x * gain(h)", tensors={"gain": x})}

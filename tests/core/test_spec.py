@@ -302,7 +302,7 @@ LATER = {
         ({"then": (Entry(**{**LATER, "name": "fwd_y"}),)}, "fwd_x: then: 'fwd_y' must begin with fwd_x_"),
         (
             {"tiles": (Tile(BLOCK_M=64), Tile(BLOCK_N=64))},
-            "fwd_x: tile BLOCK_N=64 names other numbers than BLOCK_M=64",
+            "fwd_x: tile BLOCK_N=64 must name the same numbers as BLOCK_M=64",
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_refusals_of_a_problem(values: dict, arch, message: str) -> None:
 
 def test_refusals_by_a_kernel_of_one_architecture() -> None:
     of_one = dataclasses.replace(KERNEL, min_arch=(9, 0), arch_suffix="a")
-    assert of_one.why_unsupported(P, (8, 0)) == "fwd_x: needs compute capability 9.0 alone, this is 8.0"
+    assert of_one.why_unsupported(P, (8, 0)) == "fwd_x: needs compute capability 9.0 and no other, this is 8.0"
 
 
 def test_what_it_takes() -> None:

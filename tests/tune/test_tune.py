@@ -274,7 +274,7 @@ def test_no_tile_is_legal_or_right(own_cache: Path) -> None:
 
 
 def test_a_space_names_what_a_tile_names() -> None:
-    with pytest.raises(SpecError, match="fwd_minimal: space names BLOCK_M, a tile BLOCK_M, BLOCK_N"):
+    with pytest.raises(SpecError, match="fwd_minimal: space must name BLOCK_M, BLOCK_N, not BLOCK_M"):
         dataclasses.replace(MINIMAL, space={"BLOCK_M": (64,)})
 
 
