@@ -27,13 +27,15 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def most_keys(p: Problem) -> int:
-    """Largest BLOCK_N without spills if a mask, bias or snippet reads memory (measured)."""
-    width = max(p.D, p.Dv)
-    if (p.score and p.score.changes) or (p.bias and not p.bias_tiles) or (p.bias and p.block_map[3]):
-        return 96 if width <= 64 else 80 if width <= 128 else 48
-    if p.mask or p.score:
+    """Largest BLOCK_N without spills (measured) with options that read memory for each score; 256 without them."""
+    width, reads = max(p.D, p.Dv), {*p.reads_elements}
+    if p.bias_tiles and not p.block_map[3]:  # TMA loads it
+        reads.discard("bias")
+    if not reads:
+        return 256
+    if reads <= {"mask", "score"} and not (p.score and p.score.changes):
         return 128 if width <= 128 else 64
-    return 256
+    return 96 if width <= 64 else 80 if width <= 128 else 48
 
 
 def pure(p: Problem) -> bool:

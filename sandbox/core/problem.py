@@ -229,9 +229,9 @@ class Problem:
         return frozenset(option.name for option in SHOWN if getattr(self, option.name) != _ABSENT[option.name])
 
     @property
-    def reads_elements(self) -> bool:
-        """Whether an option reads memory for each score: a bias, a mask, a Score."""
-        return not self.options.isdisjoint(ELEMENTWISE)
+    def reads_elements(self) -> frozenset[str]:
+        """The options that read memory for each score: a bias, a mask, a Score."""
+        return self.options & ELEMENTWISE
 
     @property
     def plain(self) -> bool:

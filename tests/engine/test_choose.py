@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sandbox.core import registry
 from sandbox.engine import choose
 from sandbox.spec import Problem
 
@@ -24,3 +25,13 @@ HOPPER = (9, 0)
 def test_backward_kernels_of_one_rung(problem: Problem, deterministic: bool, name: str) -> None:
     """The general kernel comes before its variants, whatever the names; a variant comes first for its own problems."""
     assert choose.choose_kernel(problem, "backward", HOPPER, deterministic).name == name
+
+
+@pytest.mark.parametrize(("reads", "tile"), [({"new"}, (128, 80)), ({"mask"}, (128, 128)), ((), (192, 80))])
+def test_an_option_that_was_not_timed_uses_a_small_tile(
+    monkeypatch: pytest.MonkeyPatch, reads: set[str], tile: tuple[int, int]
+) -> None:
+    """`fwd_wgmma` treats an option that it does not know as one that reads memory for each score."""
+    monkeypatch.setattr(Problem, "reads_elements", frozenset(reads))
+    chosen = choose.choose_tile(registry.get("fwd_wgmma"), Problem(4, 16, 4096, 4096, 128, dtype="float16"), HOPPER)
+    assert tile == (chosen.BLOCK_M, chosen.BLOCK_N)
