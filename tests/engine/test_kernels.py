@@ -53,7 +53,7 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
 
 @pytest.mark.parametrize("arch_name", ARCHS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """No tile that selection chooses spills registers on any architecture. Needs no GPU."""
     chosen = variants(kernel, arch_name)
