@@ -35,7 +35,9 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if reason := unsupported_by_wgmma(p, arch, "bwd_block2d"):
         return reason
     if p.bias and not p.bias_tiles:
-        return "a bias that TMA cannot copy (broadcast, unaligned, float32 or ragged) is not supported: use bwd_mma"
+        return (
+            f"bias={p.bias} is not supported: TMA cannot copy it (broadcast, unaligned, float32 or ragged); use bwd_mma"
+        )
     if p.bias and p.D > 128:
         return f"a bias with D={p.D} is not supported: it exceeds shared memory; use D <= 128 or bwd_mma"
     if p.Dv > p.D:
@@ -59,7 +61,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
-            "BLOCK_M=128 with a bias or a mask is not supported: they have boxes or bits of 64 rows; use BLOCK_M=64",
+            "BLOCK_M=128 is not supported with a bias or a mask: their boxes or bits have 64 rows; use BLOCK_M=64",
         ),
         (smem <= SMEM, f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM}"),
     )
@@ -173,7 +175,9 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
     """Also requires a mask of ranges, from which the kernel computes the order of additions to a query tile."""
     if mapped(p):
-        return "a mask that needs a block map is not supported: additions to dQ are ordered by ranges; use bwd_block2d"
+        return (
+            "mask= or a Score with a mask is not supported: additions to dQ are ordered by key ranges; use bwd_block2d"
+        )
     return supports(p, arch)
 
 

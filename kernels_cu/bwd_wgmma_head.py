@@ -16,7 +16,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Plain problems with narrow heads: `bwd_wgmma` is as fast or faster for all others."""
     if not p.plain or p.ragged:
-        return "score options and ragged batches are not supported: use bwd_wgmma"
+        given = ", ".join(sorted(p.options)) or f"Dv={p.Dv} with D={p.D}"
+        return f"{given} is not supported: only causal and scale are, with Dv = D; use bwd_wgmma"
     if p.group * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
         return f"{p} is not supported: the loop counters overflow with so many query or key tiles; use bwd_wgmma"
     return unsupported_by_wgmma(p, arch, "bwd_block2d")

@@ -104,11 +104,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, key tiles within a page, registers without spills."""
     width = row_bytes(p)[1] // p.itemsize + t.BLOCK_N
     rules = (
-        (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: the rows of an MMA step"),
+        (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
             p.page_size % t.BLOCK_N == 0,
-            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: a key tile is in one page",
+            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: a key tile must not cross pages",
         ),
         (t.BLOCK_M * width <= MAX_ACCUMULATORS, f"BLOCK_M={t.BLOCK_M} spills at Dv={p.Dv} with BLOCK_N={t.BLOCK_N}"),
         (
@@ -145,7 +145,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.CLUSTER == 1 or arch is None or arch >= (9, 0),
             f"CLUSTER={t.CLUSTER} needs compute capability 9.0 or later, which has distributed shared memory",
         ),
-        (t.STAGES >= 2, "STAGES must be at least 2: one is read while the others are loaded"),
+        (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: one is read while the others are loaded"),
     )
     return next((reason for holds, reason in rules if not holds), None)
 

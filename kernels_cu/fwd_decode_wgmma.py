@@ -33,7 +33,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if p.ragged:
         return "ragged batches are not supported: use fwd_decode"
     if p.Sq * p.group >= 2**31:
-        return f"{p.Sq} queries of {p.group} grouped heads are not supported: 2^31 packed rows or more (use fwd_mma)"
+        return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows (use fwd_mma)"
     return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
@@ -41,8 +41,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Why a tile is not supported: wgmma, or shared memory of an SM."""
     limit = SM_SMEM // t.BLOCKS_PER_SM - 1024
     rules = (
-        (t.BLOCK_M in (16, 32, 64), f"BLOCK_M={t.BLOCK_M} must be 16, 32 or 64: packed rows"),
-        (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: the rows of wgmma"),
+        (t.BLOCK_M in (16, 32, 64), f"BLOCK_M={t.BLOCK_M} must be 16, 32 or 64: packed rows are N of wgmma"),
+        (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are M of wgmma"),
         (smem_bytes(p, t) <= limit, f"tile {t} needs {smem_bytes(p, t)} bytes of shared memory: the limit is {limit}"),
     )
     return next((sentence for kept, sentence in rules if not kept), None)

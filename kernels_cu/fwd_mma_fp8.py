@@ -55,7 +55,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             smem <= 101376 or (arch is not None and arch[0] in (9, 10) and smem <= 232448) or arch is None,
-            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 101376",
+            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has "
+            + ("232448" if arch and arch[0] in (9, 10) else "101376"),
         ),
     )
     return next((reason for holds, reason in rules if not holds), None)

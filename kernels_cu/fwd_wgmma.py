@@ -58,7 +58,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > input_bytes(p, t),
-            f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, and Q's buffer is too small at D={p.D}",
+            f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, D={p.D}: use fewer stages",
         ),
         (
             smem <= SMEM,

@@ -185,6 +185,8 @@ def attention_paged(
     opts, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
     opts, arrays = paged(opts, arrays, block_table)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if not hasattr(x, "dtype"):
+            raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
         if len(x.shape) != 4:
             raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (pages, page_size, Hk, D)")
     arrays = q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays

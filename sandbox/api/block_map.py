@@ -37,12 +37,12 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     arrays = tuple(score.tensors.values()) or (_host() if like is None else like,)
     library = library_of(arrays[0])
     if any(library_of(array) is not library for array in arrays):
-        raise UnsupportedProblem("score reads tensors of several libraries: pass those of one")
+        raise UnsupportedProblem("the tensors of score are arrays of several libraries: convert them to one")
     arrays = library.materialise(*arrays)
     views = dict(zip((f"score.{name}" for name in score.tensors), map(library.view, arrays), strict=False))
     device = library.view(arrays[0]).device
     if any(view.device != device for view in views.values()):
-        raise UnsupportedProblem("score reads tensors on several devices: move them to one")
+        raise UnsupportedProblem("the tensors of score are on several devices: copy them to one")
     made = library.allocator(arrays[0], bare.block_map, dense_strides(bare.block_map), "int32")()
     tensors = {**views, "block_map": library.view(made)}
     kernel = choose.choose_kernel(bare, "block_map", pipeline.arch_of(device))

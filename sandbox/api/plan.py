@@ -20,8 +20,8 @@ from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
-from .options import Options
-from .validate import DTYPES, problem_of, unreadable
+from .options import DESCALE, Options
+from .validate import DTYPES, argument_name, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
@@ -29,6 +29,9 @@ _TENSORS = {  # {name in the public functions: name in the specs}, where they di
     "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE",
     **{name: BY_NAME[name].argument for name in ARRAYS},
 }  # fmt: skip
+
+
+_DTYPES = DTYPES | {"bias": "float32, or the dtype of out"} | dict.fromkeys((*DESCALE, "lse", "dlse"), "float32")
 
 
 class Plan(Protocol):
@@ -92,19 +95,22 @@ def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, di
         if library_of(array) is not library:
             other = library_of(array).name
             raise UnsupportedProblem(
-                f"{names[0]} is a {library.name} array and {name} a {other} array: pass arrays of one library"
+                f"{names[0]} is a {library.name} array and {argument_name(name, names)} a {other} array: "
+                "pass arrays of one library"
             )
-    return library, {name: _view(library, name, array) for name, array in zip(names, arrays, strict=True)}
+    return library, {
+        name: _view(library, name, argument_name(name, names), array) for name, array in zip(names, arrays, strict=True)
+    }
 
 
-def _view(library: Library, name: str, array: Any) -> ArrayView:
+def _view(library: Library, name: str, shown: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
     except UnsupportedProblem as refusal:
-        what, converted, _ = str(refusal).partition(": convert to")  # DTYPES has the dtypes of `name`
-        if name not in DTYPES or not converted:
-            raise UnsupportedProblem(f"{name}: {refusal}") from None
-        raise UnsupportedProblem(f"{name} must be {DTYPES[name]}: {what}") from None
+        what, converted, _ = str(refusal).partition(": convert to")  # the dtypes of q
+        if name not in _DTYPES or not converted:
+            raise UnsupportedProblem(f"{shown}: {refusal}") from None
+        raise UnsupportedProblem(f"{shown} must be {_DTYPES[name]}: {what}") from None
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to allocate
@@ -201,7 +207,9 @@ def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:
     if kernel is not None and not isinstance(kernel, Kernel):
         kernel = registry.get(kernel)
     if kernel is not None and kernel.computes != computes:
-        raise UnsupportedProblem(f"{kernel.name} computes the {kernel.computes}, not the {computes}")
+        raise UnsupportedProblem(
+            f"{kernel.name} computes the {kernel.computes}, not the {computes}: choose another kernel"
+        )
     return kernel
 
 

@@ -84,7 +84,9 @@ class Slot:
     def activate(self) -> None:
         """Replaces PyTorch's kernels by ours."""
         if self in _active:
-            raise UnsupportedProblem("this use_in_torch is active already: restore it first, or make another")
+            raise UnsupportedProblem(
+                "this use_in_torch() is already active: call its restore() first, or create another one"
+            )
         registry = _registry()
         if _active:
             _active[-1].remove()
@@ -143,7 +145,7 @@ class Slot:
             except UnsupportedProblem as refusal:
                 if (reason := str(refusal)) not in said:
                     said.add(reason)
-                    log.logger.log(log.CHOICES, "%s stays PyTorch's: %s", name, reason)
+                    log.logger.log(log.CHOICES, "%s runs on PyTorch's own kernel: %s", name, reason)
                 if theirs is None:
                     raise
                 return theirs.call_boxed(keys, *args, **options)
@@ -300,7 +302,7 @@ def _flash_forward(
     if return_debug_mask and dropout_p:  # no fallback: PyTorch's forward drops other elements than our backward
         raise SandboxError(
             "return_debug_mask of a ragged batch with dropout is not supported in use_in_torch: no kernel writes the "
-            "mask; call the operator outside of it, or leave out return_debug_mask"
+            "mask; call the operator outside of use_in_torch, or omit return_debug_mask"
         )
     options, more = ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     out, lse = slot.attend((*_one_batch(q, k, v), *more), options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
@@ -22,28 +22,31 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     the unsupported value, SpecError for an invalid option."""
     q, k, v = views["q"], views["k"], views["v"]
     for name in ("q", "k", "v"):
-        _check_tensor(name, views[name])
+        _check_tensor(argument_name(name, views), views[name])
+    (_, q_shape), (k_name, k_shape), (v_name, v_shape) = given = [_as_given(name, views) for name in ("q", "k", "v")]
     for name, view in views.items():
         if view.device != q.device:
-            raise UnsupportedProblem(f"q is on {_name(q.device)} and {name} on {_name(view.device)}: move one")
-    for name, view in (("k", k), ("v", v)):
-        if view.dtype != q.dtype and not (name == "v" and {q.dtype, view.dtype} <= FLOAT8.keys()):
-            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert one")
+            raise UnsupportedProblem(
+                f"q is on {_name(q.device)} and {argument_name(name, views)} on {_name(view.device)}: copy both to one"
+            )
+    for name, view, shape in ((k_name, k, k_shape), (v_name, v, v_shape)):
+        if view.dtype != q.dtype and not (view is v and {q.dtype, view.dtype} <= FLOAT8.keys()):
+            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert both to one dtype")
         if view.shape[0] != q.shape[0] and BLOCK_TABLE not in views:
-            raise UnsupportedProblem(f"q has shape {q.shape} and {name} {view.shape}: B must be the same")
+            raise UnsupportedProblem(f"q has shape {q_shape} and {name} {shape}: B must be the same")
     if k.shape[3] != q.shape[3]:
-        raise UnsupportedProblem(f"q has shape {q.shape} and k {k.shape}: D must be the same")
+        raise UnsupportedProblem(f"q has shape {q_shape} and {k_name} {k_shape}: D must be the same")
     if v.shape[:3] != k.shape[:3]:
         raise UnsupportedProblem(
-            f"k has shape {k.shape} and v {v.shape}: they must be the same, except for the last dimension"
+            f"{k_name} has shape {k_shape} and {v_name} {v_shape}: they must be the same, except for the last dimension"
         )
     B, H, Sq, D = q.shape
     Hk, Sk = k.shape[1:3]
-    for name, width in (("q", D), ("v", v.shape[3])):
-        if width == 0:
-            raise UnsupportedProblem(f"{name} has shape {views[name].shape}: its last dimension must be at least 1")
+    for name, shape in given:
+        if shape[-1] == 0:
+            raise UnsupportedProblem(f"{name} has shape {shape}: its last dimension must be at least 1")
     if H % Hk if Hk else H:
-        raise UnsupportedProblem(f"q has H={H} heads and k has {Hk}: H must be a multiple of k's heads")
+        raise UnsupportedProblem(f"q has H={H} heads and {k_name} has Hk={Hk}: H must be a multiple of Hk")
     fields: dict[str, Any] = {name: getattr(options, name) for name in VALUES}
     if options.max_seqlen:
         fields["ragged"] = Sq, Sk
@@ -76,15 +79,15 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         or view.alignment < 16
     ):
         raise UnsupportedProblem(
-            f"score has a block map of shape {view.shape}, {view.dtype}: it must be what sandbox.block_map returns "
-            f"for the score and {p}, contiguous, {p.block_map}, int32"
+            f"score has a block map of shape {view.shape}, {view.dtype}: it must be the array that sandbox.block_map "
+            f"returns for the score and {p}: shape {p.block_map}, int32, contiguous"
         )
     assert p.score is not None
     named = p.score.named_by_mask
     if p.key_lengths and "Sk" in named:
         raise UnsupportedProblem(
-            "score has a block map, and its mask names Sk, which with key_lengths differs between batch entries: "
-            "leave out with_blocks"
+            "score has a block map, and its mask reads Sk, which with key_lengths differs between batch entries: "
+            "omit Score.with_blocks"
         )
     if p.score.made_for is None:
         return
@@ -92,8 +95,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
             raise UnsupportedProblem(
-                f"score has a block map that was made for {size}={made}, and this problem has {size}={own}: make one "
-                "for each with sandbox.block_map"
+                f"score has a block map that was made for {size}={made}, and this problem has {size}={own}: make "
+                "another one with sandbox.block_map"
             )
 
 
@@ -103,7 +106,7 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
     for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
         if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
             raise UnsupportedProblem(
-                f"{name} has shape {view.shape}: it must be (B + 1,), the same for queries and keys"
+                f"{name} has shape {view.shape}: it must be (B + 1,), equal for cu_seqlens_q and cu_seqlens_k"
             )
     most = (
         rows if most is None else min(rows, most)
@@ -120,7 +123,7 @@ def _most_keys(views: Mapping[str, ArrayView]) -> int:
     if len(table.shape) != 2 or table.shape[0] != B:
         raise UnsupportedProblem(f"{BLOCK_TABLE} has shape {table.shape}: it must be (B, max_pages), B={B}")
     if not page_size or page_size % PAGE_ROWS:
-        raise UnsupportedProblem(f"k_pages has pages of {page_size} rows: they must be a multiple of {PAGE_ROWS}")
+        raise UnsupportedProblem(f"k_pages has page_size={page_size}: it must be a positive multiple of {PAGE_ROWS}")
     return table.shape[1] * page_size if pages else 0
 
 
@@ -130,14 +133,14 @@ def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
     dtype = views["q"].dtype
     if dtype in FLOAT8 and not options.descale:
         raise UnsupportedProblem(
-            f"q is {dtype}: it needs descale=(q, k, v), the factor of each, a number or (B, heads) "
-            "float32 (1.0 where it was not scaled)"
+            f"q is {dtype}: it needs descale, the factors of q, k and v: three numbers, such as (1.0, 1.0, 1.0), or "
+            "float32 arrays of shape (B, heads)"
         )
     if dtype in FLOAT8 and "dout" in views:
-        raise UnsupportedProblem(f"q is {dtype}, which has no gradient: convert q, k and v to bfloat16")
+        raise UnsupportedProblem(f"q is {dtype}: its gradient is not supported; convert q, k and v to bfloat16")
     for name in DESCALE:
         if name in views and views[name].dtype != "float32":
-            raise UnsupportedProblem(f"{name} is {views[name].dtype}: it must be float32")
+            raise UnsupportedProblem(f"{argument_name(name, views)} is {views[name].dtype}: it must be float32")
     shapes = (views[name].shape if name in views else () for name in DESCALE)
     descale = tuple(s if n is None else n for n, s in zip(options.descale, shapes, strict=False))
     return {"v_dtype": views["v"].dtype, "out_dtype": options.out_dtype or default_out_dtype(dtype), "descale": descale}
@@ -181,7 +184,7 @@ def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype
         found[name] = shape if array.shape_is_field else True
     if bias := views.get("bias"):
         if bias.dtype not in (out_dtype, "float32"):
-            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32 or as out, {out_dtype}")
+            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32, or {out_dtype} as out")
         found["bias_dtype"] = bias.dtype
     return found
 
@@ -202,13 +205,31 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
             continue
         view = views[name]
         if view.shape != shape:
-            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be {shape} to go with q and v")
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be {shape}, because of q and v")
         if view.dtype != dtype:
-            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype} to go with q, which is {p.dtype}")
+            because = "" if shape == rows else f", because q is {p.dtype}"
+            raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype}{because}")
         wanted = dense_strides(shape) if shape == rows else (*view.strides[:3], 1)
         if 0 not in shape and any(s != w for n, s, w in zip(shape, view.strides, wanted, strict=True) if n > 1):
             found.append(name)
     return found
+
+
+def argument_name(name: str, names: Container[str]) -> str:
+    """The name of an array in the public function: the k of a paged batch is k_pages."""
+    if name in DESCALE:
+        return f"descale of {name[-1]}"
+    return f"{name}_pages" if name in ("k", "v") and BLOCK_TABLE in names else name
+
+
+def _as_given(name: str, views: Mapping[str, ArrayView]) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of q, k or v in the public function: `attention_varlen` and `attention_paged` transpose them."""
+    first, heads, rows, D = shape = views[name].shape
+    if BLOCK_TABLE in views and name != "q":
+        shape = first, rows, heads, D
+    elif CU_SEQLENS[0] in views:
+        shape = rows, heads, D
+    return argument_name(name, views), shape
 
 
 def _name(device: Device) -> str:

@@ -48,10 +48,10 @@ from .output import exit_status, followed, print_json, save_page, say, screen
     "names",
     default=",".join(peers.DEFAULT),
     show_default=True,
-    help="Peers. Also: flex, a Python file, none.",
+    help="Other implementations to time (peers). Also: flex, triton, varlen, a Python file, none.",
 )
-@click.option("--backward", is_flag=True, help="Time the backward; for peers, that of autograd.")
-@click.option("--against", help="Peer for the ratio column. Default: the first peer with a time.")
+@click.option("--backward", is_flag=True, help="Time the backward; that of peers through autograd.")
+@click.option("--against", help="Peer for the ratio column. Default: the first one with a time.")
 @click.option("--mode", type=click.Choice(list(benchmark.MODES)), default="events", show_default=True,
               help="events: single launches after an L2 flush. graph: CUDA graphs, no flush.")  # fmt: skip
 @click.option(
@@ -61,14 +61,18 @@ from .output import exit_status, followed, print_json, save_page, say, screen
     show_default=True,
     help="Maximum GPU time per implementation and problem.",
 )
-@click.option("--out", type=OutputPath(dir_okay=False), help="Append the rows to this JSON-lines file.")
-@click.option("--resume", is_flag=True, help="Skip what --out has for the same commit, device and mode.")
+@click.option("--out", type=OutputPath(dir_okay=False), metavar="FILE", help="Append the rows to this JSON-lines file.")
+@click.option(
+    "--resume", is_flag=True, help="Skip measurements that the file of --out has for the same commit, device and mode."
+)
 @click.option(
     "--show",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Show the rows of this file; measure nothing.",
 )
-@click.option("--plot", "prefix", type=OutputPath(), help="Plot TFLOP/s to PREFIX.png and PREFIX.svg.")
+@click.option(
+    "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot TFLOP/s to PREFIX.png and PREFIX.svg."
+)
 @html_option
 @json_option
 def bench_(
@@ -77,10 +81,10 @@ def bench_(
     out: Path | None, resume: bool, show: Path | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Time kernels and peers. Only correct kernels are timed.
+    """Time kernels and other implementations (peers).
 
-    Prints TFLOP/s, percent of the measured peak, and the ratio to a peer. Needs a GPU and PyTorch.
-    --causal needs --shape; a grid has its own masks.
+    Prints TFLOP/s, percent of the measured peak, and the ratio to a peer. A kernel with a wrong result is not timed.
+    Needs a GPU and PyTorch. --causal needs --shape; a grid has its own masks.
     """
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file with the earlier rows")
@@ -93,7 +97,8 @@ def bench_(
         parsed = [Tile.parse(tile) for tile in tiles]
         others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
         if against and against not in (peer.name for peer in others):
-            raise click.BadParameter(f"{against} is not among the peers", param_hint="--against")
+            names = ", ".join(peer.name for peer in others) or "none"
+            raise click.BadParameter(f"{against} is not among the peers of this run: {names}", param_hint="--against")
         if resume and out:
             rows = benchmark.matching_rows(read_rows(out), problems, mode, computes=computes)
             problems = benchmark.unmeasured(rows, problems, [*benchmark.kernel_contenders(chosen, parsed), *others])

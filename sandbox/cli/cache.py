@@ -14,7 +14,7 @@ from .output import print_json
 
 @cli.group("cache")
 def cache_() -> None:
-    """Compiled objects on disk."""
+    """List or remove the compiled objects on disk."""
 
 
 @cache_.command("ls")

@@ -39,7 +39,7 @@ from .output import exit_status, followed, print_json, say, screen
 @cli.command("compile")
 @kernels_argument
 @click.option("--arch", "archs", multiple=True,
-              help=f"Architectures, separated by commas. Repeatable. Default: {pipeline.DEFAULT_ARCH}.")  # fmt: skip
+              help=f"Architectures, such as sm_80,sm_90a. Repeatable. Default: {pipeline.DEFAULT_ARCH}.")  # fmt: skip
 @shape_option("Repeatable. Default: D = 64 and D = 128.", multiple=True)
 @click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # older spelling of --shape
 @dtype_option
@@ -47,8 +47,9 @@ from .output import exit_status, followed, print_json, say, screen
 @score_options
 @tile_option
 @click.option("--sweep", is_flag=True,
-              help="Compile the tiles of KERNELS with all options and write which of them spill registers, to "
-                   "kernels_cu/NAME.spills.json. Automatic selection avoids these tiles. Takes minutes on 16 cores. "
+              help="Compile the tiles of KERNEL without and with score options, and write the tiles that spill "
+                   "registers to kernels_cu/NAME.spills.json. Automatic selection avoids these tiles. Takes minutes "
+                   "on 16 cores. "
                    f"Default of --arch: {','.join(sweeping.ARCHS)}.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes of --sweep. Default: one per core.")
 @json_option
@@ -56,9 +57,9 @@ def compile_(
     kernels: tuple[str, ...], archs: tuple[str, ...], shapes: tuple[str, ...], widths: str, dtype: str,
     causal: str | None, scored: Scored, tile: str | None, sweep: bool, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile kernels and report what each tile needs.
+    """Compile kernels and report registers, spills and shared memory of each tile.
 
-    Registers, spills, shared memory, occupancy, compile time; without --tile, for every tile. Needs no GPU.
+    Also occupancy and compile time. Without --tile: every tile of the spec. Needs no GPU.
     """
     head_dims = numbers(widths, "--head-dim", "64,128")
     targets = _targets(kernels, archs)

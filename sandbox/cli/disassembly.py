@@ -37,15 +37,15 @@ from .output import print_json, save_page, say, screen
 def _command(language: str, doc: str) -> None:
     @cli.command(language, help=doc)
     @entry_argument
-    @shape_option("Default: the first problem of watch.")
+    @shape_option("Default: a problem without score options.")
     @click.option("-D", "--head-dim", "D", type=int, hidden=True)  # older spelling of --shape
     @dtype_option
     @causal_option
     @score_options
     @tile_option
-    @click.option("--arch", help="Architecture. Default: this machine's GPU, else sm_90a.")
+    @click.option("--arch", help="Architecture, such as sm_90a. Default: this machine's GPU, else sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
-                  help="Compare with a git revision, tile, .cu file, or version history:N of watch.")  # fmt: skip
+                  help="Compare with a git revision, tile, .cu file, or history:N (stored by watch).")  # fmt: skip
     @click.option("--summary", is_flag=True, help="Omit the list of instructions.")
     @html_option
     @json_option
@@ -101,6 +101,6 @@ def _show_changes(before: listing.Code, after: listing.Code, html: Path | None, 
     screen().print(changed)
 
 
-_ENTRIES = "\n\nKERNEL may also be a later entry point of a kernel, such as bwd_mma_postprocess."
-_command("sass", f"Machine code by source line, with instruction counts. Needs no GPU.{_ENTRIES}")
-_command("ptx", f"PTX by source line, with instruction counts. Needs no GPU.{_ENTRIES}")
+_ENTRIES = "\n\nKERNEL may also be another entry point of a kernel, such as bwd_mma_postprocess."
+_command("sass", f"Show machine code by source line, with instruction counts. Needs no GPU.{_ENTRIES}")
+_command("ptx", f"Show PTX by source line, with instruction counts. Needs no GPU.{_ENTRIES}")

@@ -13,7 +13,10 @@ from .output import print_json, screen
 @cli.command("doctor")
 @json_option
 def doctor_(as_json: bool) -> None:
-    """Check this machine: driver, GPU, NVRTC, compilers, tools; how to install what is missing."""
+    """Check driver, GPU, NVRTC, compilers and tools of this machine.
+
+    Says how to install what is missing.
+    """
     findings = doctor.examine()
     if as_json:
         print_json(findings)

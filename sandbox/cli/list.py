@@ -38,7 +38,7 @@ from .output import print_json, screen
 @dtype_option
 @causal_option
 @score_options
-@click.option("--arch", help="Architecture to choose for, such as sm_80, or cpu. Default: this machine.")
+@click.option("--arch", help="Choose for this architecture, such as sm_80, or for cpu. Default: this machine.")
 @json_option
 def list_(
     shape: str | None,
@@ -49,9 +49,9 @@ def list_(
     arch: str | None,
     as_json: bool,
 ) -> None:
-    """List the kernels, or the choice of kernel for a problem.
+    """List the kernels; with --shape, the kernel that is chosen for the problem.
 
-    Columns: kernel, rung, dtypes, head dimensions, architecture, idea. --dtype, --causal and --arch need --shape.
+    Columns: kernel, rung, dtypes, head dimensions, architecture, idea. All other options except --json need --shape.
     """
     shape = shape or problem
     if shape is None:

@@ -14,14 +14,17 @@ from .output import print_json
 
 @cli.group("new")
 def new_() -> None:
-    """Create a kernel or an experiment from a template that runs unchanged."""
+    """Create a kernel or an experiment from a template."""
 
 
 @new_.command("experiment")
 @click.argument("name")
 @json_option
 def new_experiment(name: str, as_json: bool) -> None:
-    """Create experiments/NNN_NAME: a README and a script that measures."""
+    """Create experiments/NNN_NAME.
+
+    It has a README and a script that measures, which runs unchanged.
+    """
     _say(new.experiment(name), as_json)
 
 
@@ -31,7 +34,10 @@ def new_experiment(name: str, as_json: bool) -> None:
               help="Kernel to copy.")  # fmt: skip
 @json_option
 def new_kernel(name: str, source: str, as_json: bool) -> None:
-    """Create kernels_cu/NAME.cu and its spec as copies of another kernel. All commands and tests find them."""
+    """Create kernels_cu/NAME.cu and NAME.py.
+
+    They are copies of another kernel, which run unchanged. All commands and tests find them.
+    """
     _say(new.kernel(name, source), as_json)
 
 

@@ -72,10 +72,12 @@ kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", sh
 kernel_argument = click.argument("kernel", shell_complete=kernel_names)
 entry_argument = click.argument("kernel", shell_complete=entry_names)
 tile_option = click.option(
-    "--tile", help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Default: the kernel's own."
+    "--tile", help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Default: chosen from the kernel's spec."
 )
 backend_option = click.option(
-    "--backend", type=click.Choice(["cuda", "cpu"]), help="Default: cuda if a GPU is present, else cpu."
+    "--backend",
+    type=click.Choice(["cuda", "cpu"]),
+    help="GPU, or emulation on the host. Default: cuda if a GPU is present, else cpu.",
 )
 
 
@@ -91,21 +93,21 @@ causal_option = click.option(
     is_flag=False,
     flag_value="bottom-right",
     type=click.Choice(["bottom-right", "top-left"]),
-    help="Causal mask. Without a value: bottom-right.",
+    help="Causal mask, aligned to this corner of S. Without a value: bottom-right.",
 )
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(list(ITEMSIZE)),
     default="float16",
     show_default=True,
-    help="Element type of q, k and v.",
+    help="dtype of q, k and v.",
 )
 
 
 def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
     """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`."""
     name = "shapes" if more.get("multiple") else "shape"
-    form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped heads: B,H/Hk,…; another width of v: …,D/Dv."
+    form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped heads: B,H/Hk,…; v with another head dimension: …,D/Dv."
     return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 
@@ -131,19 +133,23 @@ def problem_of(shape: str, dtype: str, causal: str | None, scored: Scored) -> Pr
     """The problem described by --shape, --dtype, --causal and the score options."""
     options = {name.replace("-", "_"): value for name, value in scored.items() if value}
     if "window" in options:
-        options["window"] = tuple(_bound(options["window"], text) for text in options["window"].split(","))
+        window = options["window"]
+        options["window"] = tuple(_bound(window, text) for text in window.split(","))
+        if len(options["window"]) != 2:
+            raise click.BadParameter(f"{window!r} {_WINDOW}", param_hint="--window")
     file = options.pop("score", None)
     problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False, **options)
     return dataclasses.replace(problem, score=Score.from_file(file, problem)) if file else problem
+
+
+_WINDOW = "must be L,R: numbers of keys, or none for no bound, such as 1024,0 or none,0"
 
 
 def _bound(window: str, text: str) -> int | None:
     if text.strip() in ("", "none"):
         return None
     if not text.strip().isdecimal():
-        raise click.BadParameter(
-            f"{window} must be two numbers, such as 1024,0, or none for no bound", param_hint="--window"
-        )
+        raise click.BadParameter(f"{window!r} {_WINDOW}", param_hint="--window")
     return int(text)
 
 
@@ -158,7 +164,7 @@ def parsed_tile(text: str | None) -> Tile | None:
 def numbers(text: str, option: str, example: str) -> list[int]:
     """The comma-separated integers in the value of `option`. Raises BadParameter."""
     if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise click.BadParameter(f"{text!r} is not a list of numbers, such as {example}", param_hint=option)
+        raise click.BadParameter(f"{text!r} must be numbers with commas between, such as {example}", param_hint=option)
     return [int(part) for part in text.split(",")]
 
 
@@ -173,6 +179,7 @@ def given_without(needed: str, *names: str) -> None:
 def alone(option: str, *names: str) -> None:
     """Raises UsageError if a parameter other than `names` is on the command line with `option`."""
     context = click.get_current_context()
-    for name in context.params.keys() - {*names}:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} is not supported with {option}")
+    for param in context.command.params:
+        given = context.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
+        if given and param.name not in names:
+            raise click.UsageError(f"{max(param.opts, key=len)} is not supported with {option}")

@@ -39,17 +39,29 @@ from .output import print_json, save_page, say, screen
 @cli.command("profile")
 @entry_argument
 @click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
-              help="ncu: Nsight Compute, metrics of one launch. nsys: Nsight Systems, a time line.")  # fmt: skip
+              help="ncu: Nsight Compute, metrics of one launch. nsys: Nsight Systems, a timeline.")  # fmt: skip
 @shape_option(default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
 @score_options
 @tile_option
-@click.option("--compare", nargs=2, metavar="A B", help="Compare two tiles, git revisions, history:N or .cu files.")
-@click.option("--out", type=OutputPath(), help="Prefix of the output files. Default: a name in .sandbox/profiles.")
-@click.option("--show", "shown", type=click.Path(path_type=Path), multiple=True,
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    help="Compare two versions: each a tile, a git revision, history:N (a version that watch stored) or a .cu file.",
+)
+@click.option(
+    "--out",
+    type=OutputPath(),
+    metavar="PREFIX",
+    help="Prefix of the output files. Default: a name in .sandbox/profiles.",
+)
+@click.option("--show", "shown", type=click.Path(path_type=Path), metavar="PREFIX", multiple=True,
               help="Show the stored profile with this prefix; measure nothing. Given twice: compare.")  # fmt: skip
-@click.option("--plot", "prefix", type=OutputPath(), help="Plot the roofline to PREFIX.png and PREFIX.svg.")
+@click.option(
+    "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot the roofline to PREFIX.png and PREFIX.svg."
+)
 @click.option("--dry-run", is_flag=True, help="Print the profiler's command line; run nothing.")
 @html_option
 @json_option

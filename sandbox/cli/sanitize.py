@@ -32,7 +32,7 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@shape_option("Default: small problems with the smallest tile, larger ones with the spec's tiles.")
+@shape_option("Default: small problems with the smallest tile, larger ones with the tiles of the spec.")
 @dtype_option
 @causal_option
 @score_options

@@ -42,8 +42,8 @@ from .output import exit_status, print_json, save_page, say, screen
 @backend_option
 @click.option("--blocks", metavar="N,N…", help="Blocks of the grid to show, at most four. Default: four.")
 @click.option("--between", metavar="A,B", help="First and last tick to plot. Default: where steps are distinguishable.")
-@click.option("--plot", "prefix", type=OutputPath(), help="Plot to PREFIX.png and PREFIX.svg.")
-@click.option("--trace", "trace_file", type=OutputPath(dir_okay=False),
+@click.option("--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot to PREFIX.png and PREFIX.svg.")
+@click.option("--trace", "trace_file", type=OutputPath(dir_okay=False), metavar="FILE",
               help="Write a trace for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
 @html_option
 @json_option
@@ -52,17 +52,17 @@ def timeline_(
     blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Show when each warp begins each step, from the marks TIMELINE(name) in the kernel.
+    """Show the steps of each warp over time.
 
-    Only this command compiles the marks in. Ticks are cycles on a GPU; on the CPU backend they show the order of the
-    threads, not time.
+    A step begins at a mark TIMELINE(name) in the kernel. Only this command compiles the marks in. Ticks are
+    cycles on a GPU; on the CPU backend they show the order of the threads, not time.
     """
     spec, problem, device = registry.get(kernel), problem_of(shape, dtype, causal, scored), pick_device(backend)
     chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
     wanted = numbers(blocks, "--blocks", "0,1") if blocks else None
     window = numbers(between, "--between", "0,20000") if between else None
     if window and (len(window) != 2 or window[0] >= window[1]):
-        raise click.BadParameter(f"{between} must be two increasing numbers, such as 0,20000", param_hint="--between")
+        raise click.BadParameter(f"{between!r} must be two increasing numbers, such as 0,20000", param_hint="--between")
     found = record.record(spec, problem, chosen, device, wanted)
     if as_json:
         print_json(report.as_json(found))

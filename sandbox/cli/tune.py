@@ -42,7 +42,9 @@ from .output import followed, print_json, save_page, say, screen
 @click.option("--gpus", help="GPUs to use, such as 0,1. Default: all.")
 @click.option("--dask", "cluster", metavar="ADDRESS", help="Scheduler of a Dask cluster whose workers run the search.")
 @click.option("--fresh", is_flag=True, help="Ignore the measurements of earlier searches.")
-@click.option("--plot", "prefix", type=OutputPath(), help="Plot the search space to PREFIX.png and PREFIX.svg.")
+@click.option(
+    "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot the search space to PREFIX.png and PREFIX.svg."
+)
 @backend_option
 @html_option
 @json_option
@@ -54,15 +56,15 @@ def tune_(
     """Find and store the fastest tile of a kernel.
 
     Candidates come from the spec's search space. They are compiled in parallel; those that spill are dropped; the rest
-    are checked and timed by successive halving. `attention` uses the best tile for problems of the same class on the
-    same GPU model until the kernel's source changes. An interrupted search resumes. --backend cpu only tests this
-    command: its times are meaningless.
+    are checked and timed by successive halving. `attention` uses the best tile for similar problems (same head
+    dimension, dtype, mask and powers of two of the sizes) on the same GPU model until the kernel's source changes. An
+    interrupted search resumes. --backend cpu only tests this command: its times are meaningless.
 
     --dask tcp://HOST:8786 is the scheduler of a Dask cluster. Its workers (dask cuda worker) have one GPU each and the
     same version of this project. They compile and time; results are stored on this machine.
     """
     if not shapes and not grid:
-        raise click.UsageError("no problem given: pass --shape B,H,S,D or --grid")
+        raise click.UsageError("tune needs a problem: pass --shape B,H,S,D or --grid")
     ordinals = numbers(gpus, "--gpus", "0,1") if gpus else ()
     if gpus and cluster:
         raise click.UsageError("--gpus and --dask cannot be combined: one selects local GPUs, the other remote ones")

@@ -37,13 +37,17 @@ from .options import (
 from .output import exit_status, followed, print_json_rows, save_page, say, screen
 
 map_option = click.option(
-    "--map", "prefix", type=OutputPath(), help="Plot the errors of a wrong result to PREFIX.png and .svg."
+    "--map",
+    "prefix",
+    type=OutputPath(),
+    metavar="PREFIX",
+    help="Plot the errors of a wrong result to PREFIX.png and PREFIX.svg.",
 )
 
 
 @cli.command("run")
 @kernels_argument
-@shape_option("Default: the named problems.")
+@shape_option("Default: four problems: gpt2, causal, cross, groups.")
 @dtype_option
 @causal_option
 @score_options
@@ -57,7 +61,7 @@ def run_(
 ) -> None:  # fmt: skip
     """Compile, launch and verify; one line per kernel and problem.
 
-    --dtype and --causal need --shape; the named problems have their own.
+    --dtype, --causal and the score options need --shape: the default problems have their own.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)
@@ -104,7 +108,7 @@ def check_(
     kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Run the correctness sweep.
+    """Compare kernels with the reference on about a hundred small problems each.
 
     Odd lengths, masks, dtypes, layouts, score options, and inputs that isolate a fault.
     """

@@ -48,7 +48,7 @@ from .output import plain, print_json, save_page, say, screen
 @click.option(
     "--timeout", type=Seconds(), default=10.0, show_default=True, help="Time limit per run of the kernel, in seconds."
 )
-@click.option("--once", is_flag=True, help="Examine the current version and exit.")
+@click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")
 @click.option("--show", type=int, metavar="N", help="Print version N.")
 @click.option(
@@ -63,14 +63,14 @@ def watch_(
     backend: str | None, timeout: float, once: bool, history: bool, show: int | None, old: int | None, new: int | None,
     restore: int | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Edit and relaunch: examine the kernel on every save.
+    """Compile, verify and time a kernel on every save.
 
     On every save of the .cu, its spec or a header: compile, sanitize, verify, time, and compare with earlier versions.
-    --dtype and --causal need --shape. --json prints one line per version; --html writes the history.
+    --dtype, --causal and the score options need --shape. --json prints one line per version; --html writes the history.
     """
     chosen = registry.get(kernel)
     if new is not None and old is None:
-        raise click.UsageError(f"unexpected argument {new}: only --diff takes a second version, --diff N M")
+        raise click.UsageError(f"unexpected argument {new}: only --diff takes a second version, as in --diff N M")
     if html:
         save_page(html, pages.page(kernel, History(chosen).versions()))
         return

@@ -37,7 +37,7 @@ def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
     if not v_dtype or (found := normalise_dtype("v_dtype", v_dtype)) == dtype:
         return ""
     if dtype not in FLOAT8 or found not in FLOAT8:
-        raise SpecError(f"v_dtype={v_dtype!r} does not go with dtype={dtype!r}: only float8 dtypes mix")
+        raise SpecError(f"v_dtype={v_dtype!r} is not supported with dtype={dtype!r}: only float8 dtypes may differ")
     return found
 
 
@@ -51,7 +51,7 @@ def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
         return ""
     if dtype not in FLOAT8 or out_dtype not in ("float32", *OF_16_BITS):
         choice = "float32, float16 or bfloat16" if dtype in FLOAT8 else f"{dtype}, as q is"
-        raise SpecError(f"out_dtype={out_dtype!r} does not go with dtype={dtype!r}: choose {choice}")
+        raise SpecError(f"out_dtype={out_dtype!r} is not supported with dtype={dtype!r}: choose {choice}")
     return out_dtype
 
 
@@ -60,9 +60,9 @@ def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Desc
     if not descale:
         return ()
     if dtype not in FLOAT8:
-        raise SpecError(f"descale={descale!r} goes with float8, not with {dtype}: pass scale")
+        raise SpecError(f"descale={descale!r} is not supported with {dtype}, only with float8: use scale")
     if not isinstance(descale, Sequence) or len(descale) != 3:
-        raise SpecError(f"descale={descale!r} must be three: what q, k and v are to be multiplied by")
+        raise SpecError(f"descale={descale!r} must have three elements: the factors of q, k and v")
     found: list[float | tuple[int, ...]] = []
     for name, one, heads in zip("qkv", descale, (H, Hk, Hk), strict=True):
         if not isinstance(one, Sequence):

@@ -106,10 +106,12 @@ class Kernel(Entry):
             raise SpecError(f"{self.name}: a kernel needs at least one dtype")
         given, named = COMPUTATIONS[self.computes], {name for entry in self.entries for name in entry.args}
         if missing := [name for name in (*given.reads, *given.writes) if name not in named]:
-            raise SpecError(f"{self.name}: args must name {', '.join(missing)}: every {self.computes} kernel has them")
+            raise SpecError(
+                f"{self.name}: args must include {', '.join(missing)}: every {self.computes} kernel has them"
+            )
         for entry in self.then:
             if not entry.name.startswith(f"{self.name}_"):
-                raise SpecError(f"{self.name}: then: {entry.name!r} must begin with {self.name}_")
+                raise SpecError(f"{self.name}: entry point {entry.name!r} in `then` must begin with {self.name}_")
         if not self.tiles:
             raise SpecError(f"{self.name}: a kernel needs at least one tile")
         for tile in self.tiles:
@@ -131,12 +133,12 @@ class Kernel(Entry):
         for entry in self.entries:
             if entry.name == name:
                 return entry
-        raise UnknownKernel(f"{self.name} has no entry {name}: it has {', '.join(e.name for e in self.entries)}")
+        raise UnknownKernel(f"{self.name} has no entry point {name}: it has {', '.join(e.name for e in self.entries)}")
 
     def why_unsupported(self, problem: Problem, arch: Arch | None = None) -> str | None:
         """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
         if problem.dtype not in self.dtypes:
-            return f"{self.name}: dtype {problem.dtype} is not supported: dtypes are {', '.join(self.dtypes)}"
+            return f"{self.name}: dtype {problem.dtype} is not supported: use {' or '.join(self.dtypes)}"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             later = "and no other" if self.arch_suffix == "a" else "or later"
@@ -147,9 +149,9 @@ class Kernel(Entry):
                 f"this is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
             )
         if problem.ragged and not self.ragged:
-            return f"{self.name}: ragged batches are not supported: pass each sequence alone, or choose another kernel"
+            return f"{self.name}: ragged batches are not supported: call it once per sequence, or choose another kernel"
         if problem.page_size and not self.paged:
-            return f"{self.name}: paged keys are not supported: choose another kernel, or gather the pages"
+            return f"{self.name}: paged keys are not supported: use fwd_decode, or gather the pages"
         for name, width in (("D", problem.D), ("Dv", problem.Dv)):
             if self.max_D < width:
                 return f"{self.name}: {name}={width} is not supported: head dimensions are at most {self.max_D}"
@@ -160,7 +162,7 @@ class Kernel(Entry):
     def why_tile_unsupported(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
         """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
         if set(tile) != set(self.tiles[0]):
-            return f"{self.name}: tile {tile or '(empty)'} must name {', '.join(self.tiles[0])} and nothing else"
+            return f"{self.name}: tile {tile or '(empty)'} must set {', '.join(self.tiles[0])} and nothing else"
         reason = self.check_tile(problem, tile, arch)
         return f"{self.name}: {reason}" if reason else None
 

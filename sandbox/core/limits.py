@@ -15,8 +15,8 @@ def check_sizes(B: int, H: int, Sq: int, Sk: int) -> None:
     for name, rows in (("Sq", Sq), ("Sk", Sk)):
         if rows > MOST_ROWS:
             raise UnsupportedProblem(
-                f"{name}={rows} is not supported: kernels count rows in 32 bits, at most 2^29 = {MOST_ROWS} of a batch "
-                "entry; split the sequence and combine the parts by their LSE"
+                f"{name}={rows} is not supported: row indices are int32, at most 2^29 = {MOST_ROWS} per batch entry; "
+                "split the sequence and combine the partial outputs by their LSE"
             )
     check_count("B * H", B * H, "heads are counted in int32")
 

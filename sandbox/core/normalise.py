@@ -69,5 +69,5 @@ def normalise_window(window: Any, most: int | None = None) -> Window:
         return left, right
     except (TypeError, ValueError):  # SpecError among them
         raise SpecError(
-            f"window={window!r} must be (left, right): keys to either side, each an integer >= 0, or None for no bound"
+            f"window={window!r} must be (left, right), the keys visible to either side: each an integer >= 0, or None"
         ) from None

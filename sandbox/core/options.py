@@ -83,15 +83,15 @@ class Array(NamedTuple):
 
     def required(self, sizes: Sizes) -> str:
         """What `shapes` are, as the end of a sentence: "must …"."""
-        shapes = [
-            str(tuple(axis if n is None else n for n, axis in zip(shape, self.axes[-len(shape) :], strict=True)))
-            for shape in self.shapes(sizes)
-        ]
-        return (
-            f"broadcast to (B, H, Sq, Sk) = {shapes[0]}"
-            if self.broadcast
-            else f"be {' or '.join(shapes)}".replace("'", "")
-        )
+        symbols = dict(zip("bhij", ("B", "H", "Sq", "Sk"), strict=True))
+        texts = []
+        for shape in self.shapes(sizes):
+            axes = self.axes[-len(shape) :]
+            if None in shape:
+                texts.append(str(tuple(axis if n is None else n for n, axis in zip(shape, axes, strict=True))))
+            else:
+                texts.append(f"{tuple(symbols[axis] for axis in axes)} = {shape}")
+        return (f"broadcast to {texts[0]}" if self.broadcast else f"be {' or '.join(texts)}").replace("'", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ def _drawn_lengths(rng: Any, p: Problem) -> Any:
 
 def _score(name: str, value: Any) -> Score | None:
     if value is not None and not isinstance(value, Score):
-        raise SpecError(f"{name}={value!r} must be a sandbox.Score")
+        raise SpecError(f'{name}={value!r} must be a sandbox.Score, such as sandbox.Score("x - 0.1f * abs(i - j)")')
     return value
 
 
@@ -253,7 +253,7 @@ OPTIONS: tuple[Option, ...] = (
             Number("left", _INT, lambda p: p.bounds[0] or 0),
             Number("right", _INT, lambda p: p.bounds[1] or 0),
         ),
-        flag={"metavar": "L,R", "help": "Window: keys visible to the left and right. none: unbounded."},
+        flag={"metavar": "L,R", "help": "Window: keys visible to the left and right; none: no bound."},
         cases={
             "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
             "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
@@ -266,7 +266,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="softcap", macro="SOFTCAP", level=lambda p: p.softcap > 0, check=_softcap,
         numbers=(Number("softcap", _FLOAT, lambda p: p.softcap),),
-        flag={"type": float, "default": 0.0, "help": "Scores become SOFTCAP * tanh(x / SOFTCAP). Default: off."},
+        flag={"type": float, "default": 0.0, "help": "Replace scores x by SOFTCAP * tanh(x / SOFTCAP). Default: off."},
         cases={"softcap": lambda p: {"softcap": 2.0}},
         timed=lambda p: ({"softcap": 50.0, "causal": "bottom-right"},),
         text=lambda p: f"softcap={p.softcap:g}" if p.softcap else "",
@@ -289,7 +289,7 @@ OPTIONS: tuple[Option, ...] = (
             Number("rows_k", _INT, lambda p: p.rows[1]),
             Number("sequences", _INT, lambda p: p.B),
         ),
-        flag={"help": "Ragged batch: rows per sequence, or queries x keys: 64,128x256,… Replaces B and S."},
+        flag={"help": "Ragged batch: lengths of the sequences, or QUERIESxKEYS: 64,128x256,… Replaces B and S."},
         flag_name="lengths",
         text=_lengths_text,
     ),

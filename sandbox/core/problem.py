@@ -114,7 +114,7 @@ class Problem:
             value: Any = getattr(self, name, False)  # there is no field `seed`
             if not array.shape_is_field:
                 if not isinstance(value, bool):
-                    raise SpecError(f"{name}={value!r} must be True or False: whether there is one")
+                    raise SpecError(f"{name}={value!r} must be True or False")
                 continue
             set_(self, name, shape := tuple(value or ()))
             if shape and not array.accepts(shape, sizes):
@@ -122,7 +122,8 @@ class Problem:
                 raise SpecError(f"{name}={shape}, the shape of the array, must {how}")
         own = self.dtype_of("O")
         if self.bias_dtype and (not self.bias or self.bias_dtype not in (own, "float32")):
-            raise SpecError(f"bias_dtype={self.bias_dtype!r} must be that of a bias: out's dtype, {own}, or float32")
+            choice = " or ".join(dict.fromkeys(("float32", own)))
+            raise SpecError(f"bias_dtype={self.bias_dtype!r} needs a bias and must be {choice}")
         set_(self, "bias_dtype", "" if self.bias_dtype == own else self.bias_dtype)
 
     @classmethod
@@ -333,9 +334,9 @@ def _ragged_fields(ragged: Any, lengths: Any) -> dict[str, Any]:
         found = {"B": len(pairs), "Sq": max(queries), "Sk": max(keys)}
         lengths, ragged = pairs, ragged or (sum(queries), sum(keys))
     if ragged and (len(ragged) != 2 or not all(0 <= n < 2**31 for n in ragged)):
-        raise SpecError(f"ragged={ragged} must be two numbers below 2^31: rows of q and of k")
+        raise SpecError(f"ragged={ragged} must be two numbers below 2^31: the rows of q and of k")
     if lengths and not all(sum(n) <= rows for n, rows in zip((queries, keys), ragged, strict=True)):
-        raise SpecError(f"lengths={lengths} are more than ragged={ragged} rows of q and of k")
+        raise SpecError(f"lengths={lengths} must not add up to more than ragged={ragged}, the rows of q and of k")
     return {**found, "ragged": ragged, "lengths": lengths}
 
 
@@ -349,10 +350,10 @@ def _paged_fields(page_size: Any, pages: Any, ragged: tuple[int, ...], B: int, S
         raise SpecError(f"page_size={page_size} must be a multiple of {PAGE_ROWS}, or 0 for keys without pages")
     if ragged:
         raise SpecError(
-            f"page_size={page_size} of a ragged batch is not supported: pass the same number of queries per sequence"
+            f"page_size={page_size} is not supported for a ragged batch: use the same number of queries per sequence"
         )
     if Sk % page_size:
-        raise SpecError(f"Sk={Sk} must be a multiple of page_size={page_size}: whole pages")
+        raise SpecError(f"Sk={Sk} must be a multiple of page_size={page_size}")
     pages = pages or B * Sk // page_size
     limits.check_count("pages", pages, "page numbers are int32")
     return {"page_size": page_size, "pages": pages, "key_lengths": True}
@@ -378,7 +379,7 @@ def _fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
     lengths = [int(n) for n in parts[2:-1]]
     Hk, Dv = int(heads[-1]), int(widths[-1])
     if len(heads) == 2 and not Hk:
-        raise SpecError(f"shape {shape!r}: Hk=0 key/value heads serve no query head")
+        raise SpecError(f"shape {shape!r}: Hk=0: the number of key/value heads must be at least 1")
     if len(widths) == 2 and not Dv:
         raise SpecError(f"shape {shape!r}: Dv=0: v's head dimension must be at least 1")
     sizes = {"B": int(parts[0]), "H": int(heads[0]), "Sq": lengths[0], "Sk": lengths[-1], "D": int(widths[0])}

@@ -44,7 +44,7 @@ def _read() -> _Found:
         sourced = {kernel.name: dataclasses.replace(kernel, source=FOLDER / f"{name}.cu") for kernel in own}
         if twice := [kernel for kernel in sourced.values() if kernel.name in found]:
             (again, *_), first = twice, found[twice[0].name]
-            broken[name] = f"kernel {again.name} is defined twice, in {first.source} and {again.source}"
+            broken[name] = f"kernel {again.name} is defined twice, in {first.source} and {again.source}: rename one"
         else:
             found.update(sourced)
     for wrong in broken.values():
@@ -66,7 +66,7 @@ def _kernels_of(name: str) -> tuple[Kernel, ...]:
     for kernel in kernels:
         if not isinstance(kernel, Kernel):
             raise SpecError(
-                f"kernels_cu/{name}.py must define `kernel`, a Kernel, or `kernels`, several: it defines {kernel!r}"
+                f"kernels_cu/{name}.py must define `kernel`, a Kernel, or `kernels`, a tuple of Kernels, not {kernel!r}"
             )
     if not (FOLDER / f"{name}.cu").is_file():
         raise SpecError(f"kernels_cu/{name}.py has no {name}.cu beside it")
@@ -87,7 +87,7 @@ def get(name: str) -> Kernel:
     """The kernel of that name. Raises UnknownKernel with the known names, SpecError if its spec has an error."""
     kernel = entry_owner(name)
     if kernel.name != name:
-        raise UnknownKernel(f"{name} is a part of {kernel.name}, launched after it: name {kernel.name}")
+        raise UnknownKernel(f"{name} is an entry point of {kernel.name} and cannot run alone: use {kernel.name}")
     return kernel
 
 
@@ -101,7 +101,7 @@ def entry_owner(name: str) -> Kernel:
         near = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         left_out = "".join(f"; left out: {error}" for error in broken.values())
-        raise UnknownKernel(f"kernel {name!r} is not known: {hint}there are {', '.join(known)}{left_out}")
+        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(known)}{left_out}")
     return owners[name]
 
 

@@ -74,18 +74,21 @@ class Score:
             if not isinstance(text, str) or not text.strip():
                 raise SpecError(f"Score: {name}={text!r} must be an expression in CUDA C++, such as {_SUCH_AS[name]!r}")
             if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
-                raise SpecError(f"Score: {name}={text!r} has characters that no source file holds: NUL or surrogates")
+                raise SpecError(f"Score: {name}={text!r} must not contain NUL or surrogate characters")
             object.__setattr__(self, name, text.strip())
         for name, tensor in self.tensors.items():
             if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
-                raise SpecError(f"Score: a tensor cannot be called {name!r}: choose another name")
+                raise SpecError(
+                    f"Score: a tensor cannot be called {name!r}: use an identifier that is neither a C++ keyword nor "
+                    f"one of {', '.join((*VARIABLES, *FUNCTIONS))}"
+                )
             like = like_of(tensor)
             if like.dtype not in DTYPES:
                 raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
             if not like.shape:
                 raise SpecError(f"Score: tensor {name} has no dimension: reshape it to (1,) and read {name}(0)")
             if len(like.shape) > MOST_DIMENSIONS:
-                raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions can be read")
+                raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions are supported")
         tensors = dict(self.tensors)
         likes = {name: like_of(tensor) for name, tensor in tensors.items()}
         object.__setattr__(self, "tensors", MappingProxyType(tensors))
@@ -165,7 +168,7 @@ class Score:
                 found = found(problem)  # type: ignore[misc]
         if not isinstance(found, cls):
             raise SpecError(
-                f"score {path}: it must define score, a sandbox.Score or a function that returns one for a problem"
+                f"score {path}: it must define score: a sandbox.Score, or a function of a Problem that returns one"
             )
         return dataclasses.replace(found, file=str(path.resolve()))
 
@@ -184,5 +187,5 @@ def like_of(tensor: Any) -> TensorLike:
     try:
         shape, dtype = tuple(int(n) for n in tensor.shape), tensor.dtype
     except (AttributeError, TypeError):
-        raise SpecError(f"Score: a {type(tensor).__name__} is not a tensor: it has no shape or dtype") from None
+        raise SpecError(f"Score: tensors: {type(tensor).__name__} is not an array: it has no shape or dtype") from None
     return TensorLike(shape, str(dtype).rpartition(".")[2])

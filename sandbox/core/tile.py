@@ -33,7 +33,7 @@ class Tile(Mapping[str, int]):
             if not equals or not value.strip().isdecimal():
                 raise SpecError(f"tile: {part!r} is not NAME=number, as in BLOCK_M=64,BLOCK_N=32")
             if name.strip() in numbers:
-                raise SpecError(f"tile: {name.strip()} is named twice in {text!r}")
+                raise SpecError(f"tile: {name.strip()} is set twice in {text!r}")
             numbers[name.strip()] = int(value)
         return cls(**numbers)
 

@@ -13,26 +13,28 @@ def unsupported_by_cp_async(p: Problem, otherwise: str) -> str | None:
     multiple = 16 // ITEMSIZE[p.dtype]
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % multiple:
-            return f"{name}={width} is not supported: it must be a multiple of {multiple} ({otherwise}: any {name})"
+            return f"{name}={width} is not supported: use a multiple of {multiple}, or {otherwise}"
     if p.alignment < 16:
         return (
-            f"rows that begin at multiples of {p.alignment} bytes are not supported: pass contiguous copies (16 bytes)"
+            f"rows aligned to {p.alignment} bytes are not supported: the kernel copies 16 bytes at a time; "
+            "pass contiguous copies"
         )
     if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not supported: it must be between 1e-20 and 1e6 ({otherwise} supports any)"
+        return f"scale={p.scale} is not supported: use one between 1e-20 and 1e6, or {otherwise}"
     return None
 
 
 def unsupported_by_wgmma(p: Problem, arch: Arch | None, otherwise: str) -> str | None:
     """Of kernels with Hopper's warpgroup MMA, whose tensor maps also restrict strides."""
     if arch is not None and arch[0] != 9:
-        return f"wgmma exists on compute capability 9.0 alone, this is {arch[0]}.{arch[1]}"
+        return f"compute capability {arch[0]}.{arch[1]} is not supported: wgmma exists on 9.0 only"
     if reason := unsupported_by_cp_async(p, otherwise):
         return reason
     if not p.mappable:
-        return "strides that are negative, or 0 in S, are not supported: pass contiguous copies"
+        return "strides that are negative, or 0 in S, are not supported by TMA: pass contiguous copies"
     if p.ragged and max(p.rows) > 2**30:
-        return f"ragged={p.ragged} is not supported: q and k have at most 2^30 rows each"
+        return f"ragged={p.ragged} is not supported: q and k may have at most 2^30 rows each; split the batch"
     if p.batches * p.H * p.query_tiles(64) >= 2**31:
-        return f"{p} is not supported: {p.batches * p.H * p.query_tiles(64)} tiles of 64 rows, and at most 2^31 - 1 are"
+        tiles = p.batches * p.H * p.query_tiles(64)
+        return f"{p} is not supported: it has {tiles} tiles of 64 rows, the limit is 2^31 - 1; split the batch"
     return None

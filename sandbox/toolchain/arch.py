@@ -69,7 +69,9 @@ def limits(arch: Arch) -> Limits:
     """The limits of a compute capability. An unknown minor version has the limits of the preceding one."""
     known = [a for a in _LIMITS if a <= arch]
     if not known:
-        raise UnsupportedProblem(f"compute capability {arch[0]}.{arch[1]} is not supported: 7.5 is the oldest")
+        raise UnsupportedProblem(
+            f"compute capability {arch[0]}.{arch[1]} is not supported: 7.5 is the oldest one that is"
+        )
     return _LIMITS[max(known)]
 
 

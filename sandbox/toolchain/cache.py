@@ -110,7 +110,7 @@ def limit() -> int:
     """Maximum size of all entries in bytes: `$SANDBOX_CACHE_MB`, default 4096 MiB. Raises CacheError if malformed."""
     chosen = os.environ.get("SANDBOX_CACHE_MB", "") or str(_LIMIT_MIB)
     if not chosen.isdecimal():
-        raise CacheError(f"SANDBOX_CACHE_MB={chosen} must be a number of MiB")
+        raise CacheError(f"SANDBOX_CACHE_MB={chosen!r} must be a number of MiB, such as 4096")
     return int(chosen) * 2**20
 
 

@@ -177,5 +177,7 @@ def _nvdisasm(cubin: bytes, *options: str) -> str:
         done = subprocess.run([program, "-c", *options, str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         message = done.stderr.strip()[-300:]
-        raise ToolchainMissing(f"{program} cannot read the cubin: {message} (newer: {tools.REMEDIES['nvdisasm']})")
+        raise ToolchainMissing(
+            f"{program} cannot read the cubin: {message} (install a newer one: {tools.REMEDIES['nvdisasm']})"
+        )
     return done.stdout

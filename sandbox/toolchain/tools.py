@@ -36,4 +36,4 @@ def need(name: str) -> str:
     """Like `find`; raises ToolchainMissing with an installation hint if the tool is missing."""
     if found := find(name):
         return found
-    raise ToolchainMissing(f"{name} is not on the PATH nor in $CUDA_HOME/bin: {REMEDIES[name]}")
+    raise ToolchainMissing(f"{name} is neither on the PATH nor in $CUDA_HOME/bin: {REMEDIES[name]}")

@@ -139,7 +139,7 @@ class Search:
         names = list(self.kernel.tiles[0])
         if unknown := [name for name in self.fixed if name not in names]:
             raise UnsupportedProblem(
-                f"{self.kernel.name}: {unknown[0]} is not supported: a tile has {', '.join(names)}"
+                f"{self.kernel.name}: {unknown[0]} is not a number of its tiles, which have {', '.join(names)}"
             )
         choices = {name: tuple({tile[name] for tile in self.kernel.tiles}) for name in names} | dict(self.kernel.space)
         choices |= {name: (value,) for name, value in self.fixed.items()}

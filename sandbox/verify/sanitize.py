@@ -129,7 +129,10 @@ def inspect(
     if not problem and not tile:
         pairs += shipped_tiles(kernel, pipeline.arch_of(device))
     if not pairs:
-        raise UnsupportedProblem(f"{kernel.name}: tile {small} is not supported for any of the small problems")
+        raise UnsupportedProblem(
+            f"{kernel.name}: tile {small} supports none of the small problems: choose another tile, or a problem with "
+            "--shape"
+        )
     for chosen, p in pairs:
         pipeline.load(kernel, chosen, p, device)  # raises SpecError for arguments that do not match the parameters
         done: list[Inspection] = []

@@ -416,7 +416,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     """Bad input gets one clear exception, before anything is allocated or launched."""
     q, k, v = arrays(2, 4, 9, 16)
     refused("q: dtype float64 (NumPy) is not supported: convert to one of", q.astype(np.float64), k, v)
-    refused("q is float32 and k is float16: convert one", q, k.astype(np.float16), v.astype(np.float16))
+    refused("q is float32 and k is float16: convert both", q, k.astype(np.float16), v.astype(np.float16))
     refused("q has shape (4, 9, 16): it must be (B, heads, S, D)", q[0], k, v)
     refused("q has shape (2, 4, 9, 16) and k (1, 4, 9, 16): B must be the same", q, k[:1], v[:1])
     refused("q has shape (2, 4, 9, 16) and k (2, 4, 9, 8): D must be the same", q, k[..., :8], v)
@@ -426,7 +426,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
         k,
         v[:, :, :8],
     )
-    refused("q has H=4 heads and k has 3: H must be a multiple", q, k[:, :3], v[:, :3])
+    refused("q has H=4 heads and k has Hk=3: H must be a multiple", q, k[:, :3], v[:, :3])
     refused("q has stride 2 in D: it must be 1", q[..., ::2], k[..., ::2], v[..., ::2])
     refused("q has shape (2, 4, 9, 0): its last dimension must be at least 1", q[..., :0], k[..., :0], v[..., :0])
     refused("q is a NumPy array and k a PyTorch array", q, torch.from_numpy(k), torch.from_numpy(v))
@@ -437,7 +437,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("kernel 'fwd_minimum' is not known: did you mean fwd_minimal?", q, k, v, kernel="fwd_minimum",
             error=sandbox.UnknownKernel)  # fmt: skip
     refused("'BLOCK_M' is not NAME=number", q, k, v, tile="BLOCK_M", error=sandbox.SpecError)
-    refused("must name BLOCK_M, BLOCK_N and nothing else", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=64")
+    refused("must set BLOCK_M, BLOCK_N and nothing else", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=64")
     refused("BLOCK_M=2048 is too large", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=2048,BLOCK_N=16")
     refused("bytes of shared memory at D=16, and the CPU backend has", q, k, v, kernel="fwd_minimal",
             tile="BLOCK_M=1024,BLOCK_N=1024")  # fmt: skip
@@ -459,5 +459,5 @@ def test_cuda_without_a_gpu_is_refused_at_once() -> None:
 def test_devices_must_be_one() -> None:
     """Host and device arrays do not mix."""
     q, k, v = (torch.from_numpy(x) for x in arrays(1, 1, 4, 8))
-    refused("q is on cuda:0 and k on cpu: move one", q.cuda(), k, v)
+    refused("q is on cuda:0 and k on cpu: copy both to one", q.cuda(), k, v)
     assert HOST == ("cpu", 0)

@@ -81,7 +81,7 @@ def test_a_kernel_that_needs_alignment_refuses_still() -> None:
     for _ in range(3):
         sandbox.attention_forward(q, k, v, kernel="fwd_mma")
     moved = torch.cat((k.new_zeros(2), k.flatten()))[2:].view(k.shape)
-    with pytest.raises(UnsupportedProblem, match="multiples of 4 bytes"):
+    with pytest.raises(UnsupportedProblem, match="rows aligned to 4 bytes"):
         sandbox.attention_forward(q, moved, v, kernel="fwd_mma")
 
 

@@ -93,7 +93,7 @@ def test_an_array_may_have_sizes_of_its_own() -> None:
     assert table.accepts((4, 63), sizes)
     assert not any(table.accepts(shape, sizes) for shape in ((3, 63), (4, 0), (4,), (1, 4, 63)))
     assert table.required(sizes) == "be (4, n)"
-    assert ARRAYS["alibi"].required(sizes) == "be (4,) or (2, 4)"
+    assert ARRAYS["alibi"].required(sizes) == "be (H,) = (4,) or (B, H) = (2, 4)"
 
 
 def test_the_structs_of_host_and_device_have_the_same_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,11 @@ def test_what_makes_no_sense(which: int, other: Any, error: type[Exception], sai
 
 def test_pages_of_other_sizes() -> None:
     q, k, v, table, lengths = arrays()
-    with pytest.raises(UnsupportedProblem, match="pages of 8 rows: they must be a multiple of 16"):
+    with pytest.raises(UnsupportedProblem, match="k_pages has page_size=8: it must be a positive multiple of 16"):
         sandbox.attention_paged(q, k[:, :8], v[:, :8], table, lengths)
+    shapes = f"k_pages has shape {k.shape} and v_pages {v[:, :, :1].shape}"
+    with pytest.raises(UnsupportedProblem, match=re.escape(shapes)):
+        sandbox.attention_paged(q, k, v[:, :, :1], table, lengths)
 
 
 def test_no_pages_and_no_keys() -> None:

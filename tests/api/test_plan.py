@@ -40,7 +40,7 @@ def test_the_forward_heeds_where_each_of_its_tensors_lies(which: int) -> None:
     aligned = [lying(x, 0) for x in inputs()]
     sandbox.attention_forward(*aligned, kernel="fwd_mma")
     aligned[which] = lying(aligned[which], 4)
-    with pytest.raises(UnsupportedProblem, match="rows that begin at multiples of 4 bytes"):
+    with pytest.raises(UnsupportedProblem, match="rows aligned to 4 bytes"):
         sandbox.attention_forward(*aligned, kernel="fwd_mma")
 
 
@@ -69,7 +69,7 @@ def test_the_backward_heeds_where_each_of_its_tensors_lies(name: str, before: di
         pytest.skip("it is copied")
     first, second = gradients_of(before, spread=spread), gradients_of({**before, name: 4}, spread=spread)
     sandbox.attention_backward(*first.values(), kernel="bwd_mma")
-    with pytest.raises(UnsupportedProblem, match="rows that begin at multiples of 4 bytes"):
+    with pytest.raises(UnsupportedProblem, match="rows aligned to 4 bytes"):
         sandbox.attention_backward(*second.values(), kernel="bwd_mma")
 
 

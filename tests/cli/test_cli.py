@@ -94,7 +94,7 @@ def test_list_rejects_more_rows_than_32_bits_count() -> None:
     for shape in ("1,1,2147483648,64", "1,1,64,4294967296,64"):
         refused = call("list", "--shape", shape)
         assert refused.exit_code == 2
-        assert "is not supported: kernels count rows in 32 bits" in refused.stderr
+        assert "is not supported: row indices are int32" in refused.stderr
 
 
 def test_list_reports_grids_that_are_too_large() -> None:
@@ -300,7 +300,7 @@ def test_a_backward_is_one_kernel_with_several_entry_points() -> None:
     assert [cost["kernel"] for cost in entries] == ["bwd_minimal", "bwd_minimal_dq"]
     assert [cost["smem_dynamic"] for cost in entries] == [4 * 16 * (4 * 32 + 2 * 16), 4 * 16 * (3 * 16 + 2 * 32)]
     assert row["resources"]["registers"] >= max(cost["resources"]["registers"] for cost in entries)
-    assert "bwd_minimal_dq is a part of bwd_minimal" in call("run", "bwd_minimal_dq").stderr
+    assert "bwd_minimal_dq is an entry point of bwd_minimal" in call("run", "bwd_minimal_dq").stderr
 
 
 def test_check(short_sweep: int) -> None:
@@ -351,7 +351,7 @@ def test_help(command: tuple[str, ...]) -> None:
     [
         (
             ("run", "fwd_minimall"),
-            "sandbox: kernel 'fwd_minimall' is not known: did you mean fwd_minimal? there are ",
+            "sandbox: kernel 'fwd_minimall' is not known: did you mean fwd_minimal? the kernels are ",
         ),
         (("run", "--shape", "1,2,3"), "sandbox: shape '1,2,3' must be B,H,S,D or B,H,Sq,Sk,D, such as "),
         (("run", "--shape", "1,3/2,5,64"), "sandbox: H=3 query heads are not a multiple of Hk=2 key/value heads"),
@@ -370,7 +370,7 @@ def test_help(command: tuple[str, ...]) -> None:
         ),
         (
             ("compile", "--tile", "BLOCK_M=64"),
-            "not compiled: fwd_minimal: tile BLOCK_M=64 must name BLOCK_M, BLOCK_N and ",
+            "not compiled: fwd_minimal: tile BLOCK_M=64 must set BLOCK_M, BLOCK_N and ",
         ),
         (
             ("compile", "fwd_minimal", "--shape", "1,1,1,512"),
@@ -386,7 +386,7 @@ def test_help(command: tuple[str, ...]) -> None:
         (("compile", "--arch", "sm_42"), 'sandbox: arch "sm_42" is not supported: choose one of sm_75'),
         (
             ("compile", "-D", "64,wide"),
-            "Invalid value for --head-dim: '64,wide' is not a list of numbers, such as 64,128",
+            "Invalid value for --head-dim: '64,wide' must be numbers with commas between, such as 64,128",
         ),
         (
             ("run", "--dtype", "half"),
@@ -441,7 +441,7 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
         ),
         (
             ("--shape", "1,1,64,64", "--tile", "BLOCK_M=64"),
-            "tile BLOCK_M=64 must name BLOCK_M, BLOCK_N and nothing else",
+            "tile BLOCK_M=64 must set BLOCK_M, BLOCK_N and nothing else",
         ),
         (
             ("--shape", "1,1,64,64", "--tile", "BLOCK_M=2048,BLOCK_N=16"),

@@ -39,7 +39,7 @@ def test_nobody_can_change_what_others_get() -> None:
 
 def test_an_unknown_kernel_suggests_a_near_name() -> None:
     with pytest.raises(
-        UnknownKernel, match=r"kernel 'fwd_minimall' is not known: did you mean fwd_minimal\? there are "
+        UnknownKernel, match=r"kernel 'fwd_minimall' is not known: did you mean fwd_minimal\? the kernels are "
     ):
         registry.get("fwd_minimall")
     with pytest.raises(UnknownKernel) as caught:
@@ -49,7 +49,9 @@ def test_an_unknown_kernel_suggests_a_near_name() -> None:
 
 
 def test_an_entry_that_is_no_kernel_names_its_owner() -> None:
-    with pytest.raises(UnknownKernel, match=r"bwd_minimal_dq is a part of bwd_minimal, launched after it: name bwd_mi"):
+    with pytest.raises(
+        UnknownKernel, match=r"bwd_minimal_dq is an entry point of bwd_minimal and cannot run alone: use bwd_mi"
+    ):
         registry.get("bwd_minimal_dq")
     assert registry.entry_owner("bwd_minimal_dq") == registry.get("bwd_minimal")
 
@@ -122,9 +124,9 @@ def put(folder: Path, name: str, spec: str, source: bool = True) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", r"kernels_cu/fwd_x\.py must define `kernel`, a Kernel, or `kernels`, several: it defines None"),
-        ("kernel = 3", r"kernels_cu/fwd_x\.py must define `kernel`.*: it defines 3"),
-        ("kernels = (1, 2)", r"kernels_cu/fwd_x\.py must define `kernel`.*: it defines 1"),
+        ("", r"kernels_cu/fwd_x\.py must define `kernel`, a Kernel, or `kernels`, a tuple of Kernels, not None"),
+        ("kernel = 3", r"kernels_cu/fwd_x\.py must define `kernel`.*, not 3"),
+        ("kernels = (1, 2)", r"kernels_cu/fwd_x\.py must define `kernel`.*, not 1"),
         ("x = 1\nkernel = Kernel(", r"kernels_cu/fwd_x\.py, line 2: SyntaxError: "),
         ("import sandbox.nowhere", r"kernels_cu/fwd_x\.py, line 1: ModuleNotFoundError: .*sandbox\.nowhere"),
         ("import sys\nsys.exit(3)", r"kernels_cu/fwd_x\.py, line 2: SystemExit: 3: exit would end the program"),
@@ -148,7 +150,7 @@ def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str, caplog: py
     for _ in range(2):
         with pytest.raises(SpecError, match=message):
             registry.get("fwd_x")
-    with pytest.raises(UnknownKernel, match=rf"there are fwd_minimal; left out: {message}"):
+    with pytest.raises(UnknownKernel, match=rf"the kernels are fwd_minimal; left out: {message}"):
         registry.get("of another name in that file")
 
 

@@ -72,7 +72,7 @@ def test_a_window_is_at_most_all_rows_and_keys(bound: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"Sq": 2**29 + 1}, "Sq=536870913 is not supported: kernels count rows in 32 bits, at most 2^29"),
+        ({"Sq": 2**29 + 1}, "Sq=536870913 is not supported: row indices are int32, at most 2^29"),
         ({"Sk": 2**31}, "Sk=2147483648 is not supported"),
         ({"Sk": 2**40}, "Sk=1099511627776 is not supported"),
         ({"B": 2**17, "H": 2**14}, "B * H = 2147483648 is not supported: heads are counted in int32"),
@@ -254,7 +254,7 @@ def test_parse(text: str) -> None:
         ("BLOCK_M=0", "tile: BLOCK_M=0 must be an integer >= 1"),
         ("block_m=64", "tile: 'block_m' must be an upper-case identifier: it becomes a macro"),
         ("=64", "tile: '' must be an upper-case identifier"),
-        ("BLOCK_M=64,BLOCK_M=32", "tile: BLOCK_M is named twice in 'BLOCK_M=64,BLOCK_M=32'"),
+        ("BLOCK_M=64,BLOCK_M=32", "tile: BLOCK_M is set twice in 'BLOCK_M=64,BLOCK_M=32'"),
     ],
 )
 def test_parse_refuses(text: str, message: str) -> None:
@@ -291,15 +291,18 @@ LATER = {
     [
         ({"name": "fwd-x"}, "kernel name 'fwd-x' must be an identifier: it is the .cu entry point"),
         ({"computes": "fwd"}, "fwd_x: computes='fwd' must be one of block_map, forward, preprocess, backward"),
-        ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must name LSE: every forward kernel has them"),
+        ({"args": ("Q", "K", "V", "O")}, "fwd_x: args must include LSE: every forward kernel has them"),
         ({"dtypes": ()}, "fwd_x: a kernel needs at least one dtype"),
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),
         ({"tiles": ()}, "fwd_x: a kernel needs at least one tile"),
         (
             {"computes": "backward", "then": (Entry(**{**LATER, "args": ("dQ", "dK")}),)},
-            "fwd_x: args must name dO, delta, dV: every backward kernel has them",
+            "fwd_x: args must include dO, delta, dV: every backward kernel has them",
         ),
-        ({"then": (Entry(**{**LATER, "name": "fwd_y"}),)}, "fwd_x: then: 'fwd_y' must begin with fwd_x_"),
+        (
+            {"then": (Entry(**{**LATER, "name": "fwd_y"}),)},
+            "fwd_x: entry point 'fwd_y' in `then` must begin with fwd_x_",
+        ),
         (
             {"tiles": (Tile(BLOCK_M=64), Tile(BLOCK_N=64))},
             "fwd_x: tile BLOCK_N=64 must name the same numbers as BLOCK_M=64",
@@ -314,7 +317,7 @@ def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("values", "arch", "message"),
     [
-        ({"dtype": "float32"}, None, "fwd_x: dtype float32 is not supported: dtypes are float16, bfloat16"),
+        ({"dtype": "float32"}, None, "fwd_x: dtype float32 is not supported: use float16 or bfloat16"),
         ({"D": 129, "Sq": 1}, None, "fwd_x: D=129 is not supported: head dimensions are at most 128"),
         ({}, (7, 5), "fwd_x: needs compute capability 8.0 or later, this is 7.5"),
         ({"B": 5}, (9, 0), "fwd_x: no broadcast over B"),
@@ -337,9 +340,9 @@ def test_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        (Tile(BLOCK_M=64), "fwd_x: tile BLOCK_M=64 must name BLOCK_M, BLOCK_N and nothing else"),
-        (Tile(BLOCK_M=64, BLOCK_N=32, STAGES=2), "tile BLOCK_M=64,BLOCK_N=32,STAGES=2 must name BLOCK_M, BLOCK_N"),
-        (Tile(), "fwd_x: tile (empty) must name BLOCK_M, BLOCK_N and nothing else"),
+        (Tile(BLOCK_M=64), "fwd_x: tile BLOCK_M=64 must set BLOCK_M, BLOCK_N and nothing else"),
+        (Tile(BLOCK_M=64, BLOCK_N=32, STAGES=2), "tile BLOCK_M=64,BLOCK_N=32,STAGES=2 must set BLOCK_M, BLOCK_N"),
+        (Tile(), "fwd_x: tile (empty) must set BLOCK_M, BLOCK_N and nothing else"),
         (Tile(BLOCK_M=64, BLOCK_N=33), "fwd_x: BLOCK_N=33 must be even"),
     ],
 )
@@ -415,7 +418,10 @@ def test_all_of_them_together() -> None:
     ("values", "message"),
     [
         ({"window": 5}, "window=5 must be (left, right)"),
-        ({"window": (1, -1)}, "window=(1, -1) must be (left, right): keys to either side, each an integer >= 0"),
+        (
+            {"window": (1, -1)},
+            "window=(1, -1) must be (left, right), the keys visible to either side: each an integer >= 0",
+        ),
         ({"softcap": -1.0}, "softcap=-1.0 must be positive"),
         ({"softcap": float("inf")}, "softcap=inf must be finite"),
         ({"softcap": float("nan")}, "softcap=nan must be finite"),
@@ -434,14 +440,14 @@ def test_all_of_them_together() -> None:
         ({"dtype": "float8_e5m2", "descale": (1.0, 1e39, 1.0)}, "descale of k=1e+39 is not supported"),
         ({"dtype": "float8_e5m2", "descale": (1.0, 1.0, float("nan"))}, "descale of v=nan must be finite"),
         ({"dtype": "float8_e5m2", "descale": (1e20, 1e20, 1.0)}, "times the descale of q and k, 1.25e+39, is not"),
-        ({"alibi": (2,)}, "alibi=(2,), the shape of the array, must be (4,) or (2, 4)"),
+        ({"alibi": (2,)}, "alibi=(2,), the shape of the array, must be (H,) = (4,) or (B, H) = (2, 4)"),
         (
             {"bias": (7, 9)},
             "bias=(7, 9), the shape of the array, must have four numbers and broadcast to (B, H, Sq, Sk) = (2,",
         ),
         ({"mask": (1, 1, 1, 7)}, "mask=(1, 1, 1, 7), the shape of the array, must have four numbers"),
-        ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' must be that of a bias: out's dtype"),
-        ({"bias_dtype": "float32"}, "bias_dtype='float32' must be that of a bias"),
+        ({"bias": (1, 1, 7, 9), "bias_dtype": "bfloat16"}, "bias_dtype='bfloat16' needs a bias and must be"),
+        ({"bias_dtype": "float32"}, "bias_dtype='float32' needs a bias"),
         ({"sink": 1.0}, "sink=1.0 must be True or False"),
         ({"score": "x"}, "score='x' must be a sandbox.Score"),
         ({"Dv": -1}, "Dv=-1 must be an integer >= 0"),
@@ -472,10 +478,10 @@ def test_the_largest_numbers_of_float32() -> None:
         ({"tensors": {"x": np.zeros(1)}}, "Score: a tensor cannot be called 'x'"),
         ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
         ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
-        ({"tensors": {"a": 1.0}}, "Score: a float is not a tensor"),
+        ({"tensors": {"a": 1.0}}, "Score: tensors: float is not an array"),
         ({"tensors": {"a": np.zeros((), np.float32)}}, "Score: tensor a has no dimension: reshape it to (1,)"),
-        ({"score": "x + '\udc80'"}, "has characters that no source file holds: NUL or surrogates"),
-        ({"mask": "j <= i\0 + 1"}, "Score: mask='j <= i\\x00 + 1' has characters that no source file holds"),
+        ({"score": "x + '\udc80'"}, "must not contain NUL or surrogate"),
+        ({"mask": "j <= i\0 + 1"}, "Score: mask='j <= i\\x00 + 1' must not contain NUL"),
     ],
 )
 def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:

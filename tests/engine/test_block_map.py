@@ -302,7 +302,7 @@ def test_a_map_that_lies_otherwise_is_refused(kind: str) -> None:
     }[kind]
     lying[...] = tile_map
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
-    with pytest.raises(UnsupportedProblem, match=r"it must be what sandbox\.block_map returns for .* contiguous"):
+    with pytest.raises(UnsupportedProblem, match=r"the array that sandbox\.block_map returns for .* contiguous"):
         sandbox.attention_forward(q, k, v, score=DOCUMENTS.with_blocks(lying))
 
 

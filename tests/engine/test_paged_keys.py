@@ -234,7 +234,7 @@ def test_a_tile_has_as_many_blocks_as_the_gpu_multiprocessors() -> None:
     ("fields", "said"),
     [
         ({"page_size": 24}, "multiple of 16"),
-        ({"page_size": 64}, "whole pages"),
+        ({"page_size": 64}, "must be a multiple of page_size=64"),
         ({"page_size": 16, "ragged": (4, 4), "lengths": ((4, 160),)}, "ragged"),
     ],
 )

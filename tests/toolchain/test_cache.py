@@ -243,7 +243,7 @@ def test_no_entry_is_removed_while_the_cache_is_in_use(own_cache: Path, monkeypa
 
 def test_a_limit_that_is_not_a_number(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CACHE_MB", "much")
-    with pytest.raises(CacheError, match="SANDBOX_CACHE_MB=much must be a number of MiB"):
+    with pytest.raises(CacheError, match="SANDBOX_CACHE_MB='much' must be a number of MiB"):
         cache.limit()
 
 

@@ -258,7 +258,9 @@ def test_numbers_held_fixed(own_cache: Path) -> None:
     assert {tile.BLOCK_N for tile in search.candidates} == {8}
     assert search.combinations == 4
     assert search.own is None
-    with pytest.raises(UnsupportedProblem, match=r"fwd_minimal: WARPS is not supported: a tile has BLOCK_M, BLOCK_N"):
+    with pytest.raises(
+        UnsupportedProblem, match=r"fwd_minimal: WARPS is not a number of its tiles, which have BLOCK_M, BLOCK_N"
+    ):
         finished(FakeExecutor(), fixed={"WARPS": 4})
 
 
@@ -443,7 +445,7 @@ def test_the_command_without_a_problem_or_a_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(driver, "available", lambda: False)
     result = CliRunner().invoke(cli, ["tune", "fwd_minimal"])
     assert result.exit_code == 2
-    assert "no problem given: pass --shape B,H,S,D or --grid" in result.stderr
+    assert "tune needs a problem: pass --shape B,H,S,D or --grid" in result.stderr
     result = CliRunner().invoke(cli, ["tune", "fwd_minimal", "--shape", "1,1,64,64"])
     assert result.exit_code == 1
     assert result.stderr == (

@@ -266,7 +266,7 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
     [
         (("--show", "3"), "mine has no version 3: there are none yet"),
         (("--restore", "1"), "mine has no version 1: there are none yet"),
-        (("7",), "unexpected argument 7: only --diff takes a second version, --diff N M"),
+        (("7",), "unexpected argument 7: only --diff takes a second version, as in --diff N M"),
         (("--shape", "1,2"), "shape '1,2' must be B,H,S,D"),
     ],
 )
