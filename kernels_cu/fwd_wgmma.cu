@@ -204,11 +204,13 @@ struct ConsumerWarpgroup : ConsumerTiles {
     const unsigned pipe_index, phase;  // of the first key tile in the pipelines; of Q's barriers
     const WarpSchedulerBarrier turn;
     const int turns_end;               // consumers take turns for the key tiles before this one
+    const VisibleKeys visible_keys;
 
     __device__ __forceinline__ ConsumerWarpgroup(ConsumerState& state, const Arguments& args)
         : ConsumerTiles(uniform(state.scheduler.tile), uniform(threadIdx.x / 32), args.score), state(state), args(args),
           base(uniform(smem_address(state.smem))), pipe_index(uniform(state.next_pipe_index)),
-          phase(state.scheduler.phase()), turn(consumer), turns_end(ping_pong_end(*this)) {}
+          phase(state.scheduler.phase()), turn(consumer), turns_end(ping_pong_end(*this)),
+          visible_keys(head, first_row + state.g) {}
 
     // Waits for Q, and skips the key tiles that only other consumers see before this one's first.
     __device__ __forceinline__ void wait_for_Q() {
@@ -323,7 +325,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
         } else {
             apply_score_mod(S, head, row, column);
         }
-        apply_mask(S, head, row, tile.n0, state.q, fully_visible, tile.fully_visible, pair_mask);
+        apply_mask(S, head, row, tile.n0, state.q, visible_keys, fully_visible, tile.fully_visible, pair_mask);
     }
 
     // Must be called before K is released.

@@ -60,14 +60,25 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const H
         S[i] = head.raw(S[i], ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2));
 }
 
+// Keys that the thread's rows, `row` and row + 8, see. They are computed once per work tile: without the empty asm, the
+// compiler computes them again for each masked tile.
+struct VisibleKeys {
+    Range of_row[2];
+    __device__ __forceinline__ VisibleKeys(const Head& head, int row)
+        : of_row{head.keys(row, row + 1), head.keys(row + 8, row + 9)} {
+        if (Head::LAST) asm volatile("" : "+r"(of_row[0].end), "+r"(of_row[1].end));
+    }
+};
+
 // Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
 // of the warp see; tile_visible: whether a mask tensor or the user's condition hides nothing in the tile.
 __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
-                                           Range fully_visible, bool tile_visible, PairMask pair_mask) {
+                                           const VisibleKeys& visible_keys, Range fully_visible, bool tile_visible,
+                                           PairMask pair_mask) {
     const int column = n0 + 2 * q;
     const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
     if (!at_begin && !at_end && tile_visible) return;
-    const Range visible[2] = {head.keys(row, row + 1), head.keys(row + 8, row + 9)};
+    const Range(&visible)[2] = visible_keys.of_row;
     const int end[2] = {visible[0].end - column, visible[1].end - column};
     const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
     if (Head::BY_PAIR) {
