@@ -46,12 +46,16 @@ struct ConsumerWarpgroup {
     unsigned i = 0;                                    // m_blocks so far
     unsigned skipped_tiles = 0;  // 1 if the consumer skips the first m_block: dK and dV do not contain it
 
+    // `consumer` is opaque: otherwise the compiler folds `- 1` into every address and hoists addresses out of the
+    // mainloop, where they take registers.
     explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
-        : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(warp / 4 - 1),
-          own_turn(scheduler_barrier(consumer)), other_turn(scheduler_barrier(1 - consumer)), key_offset(64 * consumer),
-          exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
+        : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(opaque(warp / 4 - 1)),
+          own_turn(scheduler_barrier(warp / 4 - 1)), other_turn(scheduler_barrier(2 - warp / 4)),
+          key_offset(64 * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
+    // Whether the lane arrives for its warp. Computed again: a predicate kept through the mainloop would spill.
+    __device__ __forceinline__ bool elected() const { return opaque(lane) == 0; }
     // The consumer's 64 keys of a tile of dS or of the bias.
     __device__ __forceinline__ SmemAddr own_keys(SmemAddr tile) const {
         return tile + consumer * SmemLayoutPdS::SLAB_BYTES;
@@ -118,7 +122,7 @@ struct ConsumerWarpgroup {
         TIMELINE(S);
         mma_keys<HEAD_DIM>(S, K_AT, Q_at);
         wgmma_wait<1>();  // dK of the previous m_block
-        if (!FIRST) release_stage<QPipeline>(base, i - 1, lane == 0);
+        if (!FIRST) release_stage<QPipeline>(base, i - 1, elected());
         TIMELINE(wait_dO);
         if (FIRST) mbarrier_wait(FullV::at(base, 0), 0);
         dOPipeline::wait(base, i);
@@ -166,7 +170,7 @@ struct ConsumerWarpgroup {
             stage_own_dQ(dQ, i - 1);
         }
         wgmma_wait<1>();  // dV
-        release_stage<dOPipeline>(base, i, lane == 0);
+        release_stage<dOPipeline>(base, i, elected());
         block.m_blocks.advance(head, m0);
         ++i;
     }
@@ -189,7 +193,7 @@ struct ConsumerWarpgroup {
         dOPipeline::wait(base, 0);
         const unsigned zeros[BLOCK_M / 16][4] = {};
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_AT), warp % 4 * 2, zeros);
-        release_stage<dOPipeline>(base, 0, lane == 0);
+        release_stage<dOPipeline>(base, 0, elected());
         block.m_blocks.advance(head, m0);
         i = skipped_tiles = 1;
     }
@@ -228,8 +232,8 @@ struct ConsumerWarpgroup {
     }
     // Staged in the stage that the next m_block would use: consumer 0 in Q, consumer 1 in dO.
     __device__ __forceinline__ bool store_dK() const {
-        const unsigned tile = (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
-        return store_dKV<SmemLayoutQ>(block, consumer, base + tile, block.params.dK_map, dK, block.params.score.scale,
+        const SmemAddr tile = base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
+        return store_dKV<SmemLayoutQ>(block, consumer, tile, block.params.dK_map, dK, block.params.score.scale,
                                       key_offset, 0);
     }
 };
