@@ -44,7 +44,7 @@ def text(rows: Iterable[Row]) -> str:
         "# Mutation score",
         "",
         "Random mutations of Python files and kernels, and how many the tests notice. For each mutation the tests that",
-        "execute its line run, the cheapest first, for at most 40 s (Python) or 120 s (kernels): the complete suite may",
+        "execute its line run, the cheapest first, for at most 40 s (Python) or 120 s (kernels). All tests may",
         "notice more. The second column counts a mutation that was run with more tests after `make test` missed it.",
         "A test that was written because of a surviving mutation does not change its row. Generated from",
         f"`scripts/mutation_score.jsonl` with `make mutants ARGS=--table`. Seeds: {seeds}.",
