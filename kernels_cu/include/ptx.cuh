@@ -11,7 +11,7 @@
 // clang-format on
 // Two adjacent accumulators of S, packed to 16 bits, are an A operand of P V: no shuffle between the MMAs.
 #pragma once
-#include "tensor.cuh"
+#include "reduce.cuh"
 
 using SmemAddr = unsigned;  // a byte address in shared memory
 

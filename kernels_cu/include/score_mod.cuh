@@ -13,6 +13,7 @@
 // with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of the factor
 // unit * log2(e), called `exponent`, in the FFMA before exp2, which saves one multiplication per score.
 #pragma once
+#include "tensor.cuh"
 #include "dropout.cuh"
 #include "dual.cuh"
 

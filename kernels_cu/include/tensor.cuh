@@ -1,63 +1,11 @@
-// Element types, strided tensor views, reductions over the lanes of a row, and tile loads with bounds checks.
+// Strided tensor views, and tile loads with bounds checks.
 #pragma once
-#include "timeline.cuh"
-
-// Element types: `dtype` of Q and K, `dtype_v` of V, `dtype_o` of O. They differ only if Q, K and V are float8. The compiler
-// options (sandbox/engine) define DTYPE_float16 and so on. Arithmetic is in fp32.
-__device__ __forceinline__ float to_float(float x) { return x; }
-#if defined(DTYPE_float8_e4m3) || defined(DTYPE_float8_e5m2)
-#define FLOAT8 1
-#include <cuda_fp8.h>
-__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
-__device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return static_cast<float>(x); }
-#else
-#define FLOAT8 0
-#endif
-#if defined(DTYPE_float16) || defined(DTYPE_O_float16)
-#include <cuda_fp16.h>
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-#elif defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
-#include <cuda_bf16.h>
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-#endif
-
-#if defined(DTYPE_float32)
-using dtype = float;
-#elif defined(DTYPE_float16)
-using dtype = __half;
-#elif defined(DTYPE_bfloat16)
-using dtype = __nv_bfloat16;
-#elif defined(DTYPE_float8_e4m3)
-using dtype = __nv_fp8_e4m3;
-#elif defined(DTYPE_float8_e5m2)
-using dtype = __nv_fp8_e5m2;
-#else
-#error "the spec defines DTYPE_float32, DTYPE_float16, DTYPE_bfloat16, DTYPE_float8_e4m3 or DTYPE_float8_e5m2"
-#endif
-#if !FLOAT8
-using dtype_v = dtype;
-using dtype_o = dtype;
-#else
-#if defined(DTYPE_V_float8_e4m3)
-using dtype_v = __nv_fp8_e4m3;
-#else
-using dtype_v = __nv_fp8_e5m2;
-#endif
-#if defined(DTYPE_O_float32)
-using dtype_o = float;
-#elif defined(DTYPE_O_float16)
-using dtype_o = __half;
-#else
-using dtype_o = __nv_bfloat16;
-#endif
-#endif
+#include "element.cuh"
+#include "reduce.cuh"
 
 #ifndef HEAD_DIM_V
 #define HEAD_DIM_V HEAD_DIM  // head dimension of V, O, dO and dV
 #endif
-
-#define INF __int_as_float(0x7f800000)  // NVRTC has no INFINITY
-#define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
 // A (B, H, S, D) tensor with unit stride in D. Strides are in elements, 64-bit: a tensor may have more than 2^31 elements.
 // View in sandbox/launch/arguments.py has the same layout.
@@ -80,23 +28,6 @@ __device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int
         const int row = n0 + i / WIDTH;
         tile[i] = row < S ? to_float(tensor.row(b, h, row)[i % WIDTH]) : 0.0f;
     }
-}
-
-// The maximum, or sum, of x over the WIDTH adjacent lanes (a power of two) that share a row. All lanes get the result.
-template <int WIDTH>
-__device__ __forceinline__ float row_max(float x) {
-    for (int lanes = WIDTH / 2; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    return x;
-}
-template <int WIDTH>
-__device__ __forceinline__ int row_max(int x) {
-    for (int lanes = WIDTH / 2; lanes; lanes /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    return x;
-}
-template <int WIDTH>
-__device__ __forceinline__ float row_sum(float x) {
-    for (int lanes = WIDTH / 2; lanes; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
 }
 
 // Four adjacent elements as one aligned load.

@@ -1,7 +1,7 @@
 // kernels_cu/include/ptx.cuh for the CPU backend: the same functions, lane by lane. A warp-wide instruction is a
 // collective of the runtime: it exchanges the registers of the lanes and reports lanes that do not reach it.
 #pragma once
-#include "tensor.cuh"
+#include "reduce.cuh"
 
 using SmemAddr = char*;
 
