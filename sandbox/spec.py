@@ -1,8 +1,9 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
 from .core.dtypes import ITEMSIZE
-from .core.kernel import COMPUTATIONS, Arch, Computation, Dim3, Entry, Kernel
+from .core.kernel import COMPUTATIONS, Arch, BoxRows, Computation, Dim3, Entry, Kernel
 from .core.normalise import Causal, cdiv, normalise_causal
+from .core.operation import Operation, OperationProblem, Tensor
 from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile
@@ -12,13 +13,17 @@ __all__ = [
     "COMPUTATIONS",
     "ITEMSIZE",
     "Arch",
+    "BoxRows",
     "Causal",
     "Computation",
     "Dim3",
     "Entry",
     "Kernel",
+    "Operation",
+    "OperationProblem",
     "Problem",
     "Score",
+    "Tensor",
     "Tile",
     "cdiv",
     "normalise_causal",

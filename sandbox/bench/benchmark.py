@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
-from ..core.kernel import COMPUTATIONS, Kernel
+from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
@@ -68,7 +68,7 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
             views[name] = view(tensors[name])
         prepared = pipeline.prepare(kernel, chosen, problem, views, device)
         pointers, stream = prepared.pointers(views), library_of(q).stream(device[1])
-        results = tuple(tensors[name] for name in COMPUTATIONS[kernel.computes].writes)
+        results = tuple(tensors[name] for name in kernel.operation.writes)
 
         def launch() -> tuple[Any, ...]:
             prepared.launch(pointers, stream())

@@ -106,7 +106,7 @@ def _candidates_table(candidates: Iterable[choose.Candidate]) -> Table:
     shown = table("kernel", "computes", "", "tile, or why not")
     chosen = set()
     for candidate in candidates:
-        name, computes = candidate.kernel.name, candidate.kernel.computes
+        name, computes = candidate.kernel.name, candidate.kernel.operation.name
         if candidate.tile is None:
             shown.add_row(name, computes, Text("unsupported", "yellow"), candidate.reason.removeprefix(f"{name}: "))
         elif candidate.reason:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from ..core.options import SHOWN
 from ..core.problem import Problem
 from ..core.score import Score
 from ..core.tile import Tile
+from ..verify.suite import suite_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -129,8 +130,29 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return gathered
 
 
+def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str | None, scored: Scored) -> Problem:
+    """The problem of these kernels that --shape, --dtype, --causal and the score options describe."""
+    custom = [kernel for kernel in kernels if kernel.custom]
+    if not custom:
+        return problem_of(shape, dtype, causal, scored)
+    names = {kernel.operation.name if kernel.custom else "attention" for kernel in kernels}
+    if len(names) > 1:
+        raise click.UsageError(f"--shape has another meaning for {' and '.join(sorted(names))}: name kernels of one")
+    options = [f"--{name}" for name, value in (("causal", causal), *scored.items()) if value]
+    if options:
+        raise click.UsageError(f"{options[0]} is an option of attention: {custom[0].name} computes {names.pop()}")
+    source = click.get_current_context().get_parameter_source("dtype")
+    chosen = dtype if source is click.core.ParameterSource.COMMANDLINE else ""
+    return suite_of(custom[0]).problem(custom[0], shape, chosen)
+
+
+def of_attention(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The kernels that compute attention: what commands run on a --shape if no kernel is named."""
+    return [kernel for kernel in kernels if not kernel.custom]
+
+
 def problem_of(shape: str, dtype: str, causal: str | None, scored: Scored) -> Problem:
-    """The problem described by --shape, --dtype, --causal and the score options."""
+    """The problem of attention that --shape, --dtype, --causal and the score options describe."""
     options = {name.replace("-", "_"): value for name, value in scored.items() if value}
     if "window" in options:
         window = options["window"]

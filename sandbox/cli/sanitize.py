@@ -22,7 +22,7 @@ from .options import (
     json_option,
     kernel_argument,
     parsed_tile,
-    problem_of,
+    problem_for,
     score_options,
     shape_option,
     tile_option,
@@ -52,9 +52,10 @@ def sanitize_(
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)
-    problem = problem_of(shape, dtype, causal, scored) if shape else None
+    chosen = registry.get(kernel)
+    problem = problem_for([chosen], shape, dtype, causal, scored) if shape else None
     device = checking.pick_device(backend)
-    tried = sanitize.inspect(registry.get(kernel), device, parsed_tile(tile), timeout, problem)
+    tried = sanitize.inspect(chosen, device, parsed_tile(tile), timeout, problem)
     results = list(followed(tried, lambda r: f"{r.tool} on {r.problem}"))
     if as_json:
         print_json(results)

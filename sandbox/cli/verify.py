@@ -13,7 +13,7 @@ from ..launch.dlpack import HOST
 from ..pages import reports
 from ..verify import check as checking
 from ..verify import error_map, report
-from ..verify.cases import Case, named_cases
+from ..verify.cases import Case
 from ..verify.isolated import NOT_TRIED, IsolatedRunner
 from .group import cli
 from .options import (
@@ -28,8 +28,9 @@ from .options import (
     html_option,
     json_option,
     kernels_argument,
+    of_attention,
     parsed_tile,
-    problem_of,
+    problem_for,
     score_options,
     shape_option,
     tile_option,
@@ -66,16 +67,19 @@ def run_(
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)
     device = checking.pick_device(backend)
-    cases = named_cases(small=device == HOST)
-    if shape:
-        cases = [Case("--shape", problem_of(shape, dtype, causal, scored))]
     chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
+    if shape:
+        chosen = chosen if kernels else of_attention(chosen)
+        case = Case("--shape", problem_for(chosen, shape, dtype, causal, scored))
+        runs = [(kernel, case) for kernel in chosen]
+    else:
+        runs = checking.named_runs(chosen, small=device == HOST)
     with IsolatedRunner(_forward_output) as runner:
-        found = followed(checking.run_cases(chosen, cases, device, wanted, runner.verify), lambda r: r.case)
+        found = followed(checking.run_cases(runs, device, wanted, runner.verify), lambda r: r.case)
         if as_json:
             results = list(print_json_rows(found))
         else:
-            names = [checking.Result(k.name, c.name, c.problem, "", None) for k in chosen for c in cases]
+            names = [checking.Result(k.name, c.name, c.problem, "", None) for k, c in runs]
             results = list(_shown(found, names, everything=bool(kernels or shape)))
     _draw_map(results, prefix)
     sys.exit(exit_status(r.ok for r in results))

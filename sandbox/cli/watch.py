@@ -29,7 +29,7 @@ from .options import (
     json_option,
     kernel_argument,
     parsed_tile,
-    problem_of,
+    problem_for,
     score_options,
     shape_option,
     tile_option,
@@ -77,7 +77,7 @@ def watch_(
     if history or show is not None or old is not None or restore is not None:
         _look_back(History(chosen), show, old, new, restore, as_json)
         return
-    problem = problem_of(shape, dtype, causal, scored) if shape else None
+    problem = problem_for([chosen], shape, dtype, causal, scored) if shape else None
     job = Job(kernel, checking.pick_device(backend), problem, parsed_tile(tile), timeout, chosen.tiles)
     try:
         ok = _follow(chosen, job, once, as_json)

@@ -10,6 +10,7 @@ __all__ = [
     "kernel",
     "log",
     "normalise",
+    "operation",
     "options",
     "picture",
     "problem",

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from .dtypes import FLOAT8_ARCH, ITEMSIZE
 from .errors import SpecError, UnknownKernel
+from .operation import Operation
 from .options import macros
 from .problem import Problem
 from .tile import Tile
@@ -21,18 +22,28 @@ Dim3 = tuple[int, int, int]
 
 
 class Computation(NamedTuple):
-    """The tensors that every kernel of one kind reads and writes, by their names in `args`."""
+    """One of attention's operations: the tensors that its kernels read and write, by their names in `args`."""
 
+    name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
 
 
-COMPUTATIONS = {  # in the order in which kernels are listed
-    "block_map": Computation((), ("block_map",)),  # launched first if there is a mask or a Score's mask
-    "forward": Computation(("Q", "K", "V"), ("O", "LSE")),
-    "preprocess": Computation(("dO", "O"), ("delta",)),
-    "backward": Computation(("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after preprocess
-}
+_ATTENTION = (  # in the order in which kernels are listed
+    Computation("block_map", (), ("block_map",)),  # launched first if there is a mask or a Score's mask
+    Computation("forward", ("Q", "K", "V"), ("O", "LSE")),
+    Computation("preprocess", ("dO", "O"), ("delta",)),
+    Computation("backward", ("dO", "Q", "K", "V", "LSE", "delta"), ("dQ", "dK", "dV")),  # launched after preprocess
+)
+COMPUTATIONS = {computation.name: computation for computation in _ATTENTION}
+
+
+class BoxRows(NamedTuple):
+    """A tensor map of an operation's matrix, (rows, columns) in 16 bits: one TMA copy moves `rows(tile)` rows of 64
+    columns (include/swizzle.cuh)."""
+
+    tensor: str
+    rows: Callable[[Tile], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +56,7 @@ class Entry:
     name: str
     grid: Callable[[Problem, Tile], Dim3]
     block: Callable[[Tile], Dim3]
-    smem_bytes: Callable[[Problem, Tile], int]  # dynamic shared memory
+    smem_bytes: Callable[[Problem, Tile], int] = lambda problem, tile: 0  # dynamic shared memory
     args: tuple[str, ...]
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
     """int32 arguments of this entry only, by their names in `args`. The IO model of `profile` reads some of them."""
@@ -70,17 +81,21 @@ class Kernel(Entry):
     `source` is filled in by the registry: the `.cu` beside the spec.
     """
 
-    computes: Literal["block_map", "forward", "preprocess", "backward"]
-    rung: int
-    summary: str  # one line for `list`: the idea of this rung
+    computes: Operation | Literal["block_map", "forward", "preprocess", "backward"]
+    rung: int = 0  # its position on a ladder of attention kernels
+    summary: str = ""  # one line for `list`: the idea of this rung
     dtypes: tuple[str, ...]
-    min_arch: Arch
-    tiles: tuple[Tile, ...]  # best first; a tile that `tune` stored for the GPU and problem class precedes them
+    min_arch: Arch = (7, 5)
+    tiles: tuple[Tile, ...] = (Tile(),)
+    """Best first; a tile that `tune` stored for the GPU and problem class precedes them."""
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # values that `tune` tries
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # additional, if kernels share a `.cu`
     scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
-    """{name: (elements, how many of the first must be zero)} of scratch whose size `SCRATCH` does not give."""
+    """{name: (elements of 4 bytes, how many of the first must be zero)} of scratch: of an operation's kernel all
+    scratch, of an attention kernel that whose size `SCRATCH` does not give."""
+    zeroed: tuple[str, ...] = ()  # outputs of an operation that must be zero before the launch, such as sums by atomics
+    maps: Mapping[str, BoxRows] = field(default_factory=dict, hash=False)  # tensor maps of an operation's matrices
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
     paged: bool = False  # True: it takes keys in pages, which it finds by `key_address`
@@ -100,15 +115,20 @@ class Kernel(Entry):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.computes not in COMPUTATIONS:
-            raise SpecError(f"{self.name}: computes={self.computes!r} must be one of {', '.join(COMPUTATIONS)}")
+        if isinstance(self.computes, Operation):
+            self._check_operation(self.computes)
+        elif self.computes not in COMPUTATIONS:
+            raise SpecError(
+                f"{self.name}: computes={self.computes!r} must be one of {', '.join(COMPUTATIONS)}, or an Operation"
+            )
+        elif not self.rung:
+            raise TypeError("Kernel.__init__() missing 1 required keyword-only argument: 'rung'")
         if not self.dtypes:
             raise SpecError(f"{self.name}: a kernel needs at least one dtype")
-        given, named = COMPUTATIONS[self.computes], {name for entry in self.entries for name in entry.args}
+        given, named = self.operation, {name for entry in self.entries for name in entry.args}
+        named |= {self.maps[name].tensor for name in named if name in self.maps}
         if missing := [name for name in (*given.reads, *given.writes) if name not in named]:
-            raise SpecError(
-                f"{self.name}: args must include {', '.join(missing)}: every {self.computes} kernel has them"
-            )
+            raise SpecError(f"{self.name}: args must include {', '.join(missing)}: every {given.name} kernel has them")
         for entry in self.then:
             if not entry.name.startswith(f"{self.name}_"):
                 raise SpecError(f"{self.name}: entry point {entry.name!r} in `then` must begin with {self.name}_")
@@ -122,6 +142,34 @@ class Kernel(Entry):
         for dtype in self.dtypes:
             if dtype not in ITEMSIZE:
                 raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
+
+    def _check_operation(self, operation: Operation) -> None:
+        """Validates the fields that belong to an operation, and gives it a name."""
+        if not operation.name:
+            object.__setattr__(operation, "name", self.name)
+        if unknown := [name for name in self.zeroed if name not in operation.outputs]:
+            raise SpecError(f"{self.name}: zeroed: {unknown[0]} is not an output of {operation.name}")
+        for name, box in self.maps.items():
+            if len(operation.tensors[box.tensor].dims if box.tensor in operation.tensors else ()) != 2:
+                raise SpecError(f"{self.name}: maps: {name}: {box.tensor} is not a matrix of {operation.name}")
+        known = {*operation.tensors, *operation.dims, *self.scratch, *self.maps}
+        for entry in self.entries:
+            if stray := [name for name in entry.args if name not in known and name not in entry.numbers]:
+                raise SpecError(
+                    f"{entry.name}: args: {stray[0]} is not known: it must be a tensor or a dimension of "
+                    f"{operation.name} ({', '.join((*operation.tensors, *operation.dims))}), or one of scratch, "
+                    "numbers and maps"
+                )
+
+    @property
+    def custom(self) -> bool:
+        """Whether it computes an Operation, not one of attention's."""
+        return isinstance(self.computes, Operation)
+
+    @property
+    def operation(self) -> Operation | Computation:
+        """What the kernel computes."""
+        return self.computes if isinstance(self.computes, Operation) else COMPUTATIONS[self.computes]
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -137,6 +185,8 @@ class Kernel(Entry):
 
     def why_unsupported(self, problem: Problem, arch: Arch | None = None) -> str | None:
         """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
+        if getattr(problem, "operation", "") != (self.operation.name if self.custom else ""):
+            return f"{self.name}: it computes {self.operation.name}: {problem} is a problem of another operation"
         if problem.dtype not in self.dtypes:
             return f"{self.name}: dtype {problem.dtype} is not supported: use {' or '.join(self.dtypes)}"
         if arch is not None and arch < self.min_arch:
@@ -152,7 +202,7 @@ class Kernel(Entry):
             return f"{self.name}: ragged batches are not supported: call it once per sequence, or choose another kernel"
         if problem.page_size and not self.paged:
             return f"{self.name}: paged keys are not supported: use fwd_decode, or gather the pages"
-        for name, width in (("D", problem.D), ("Dv", problem.Dv)):
+        for name, width in problem.head_dims:
             if self.max_D < width:
                 return f"{self.name}: {name}={width} is not supported: head dimensions are at most {self.max_D}"
         if reason := self.supports(problem, arch):
@@ -171,12 +221,15 @@ class Kernel(Entry):
 
         SMEM_BYTES is the shared memory of the main entry, NAME; that of a further entry, NAME_dq, is SMEM_BYTES_DQ.
         """
-        smem = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
+        sizes = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
+        smem = {f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in sizes.items()}
+        if self.custom:
+            return {**tile, **self.macros, **smem, f"DTYPE_{problem.dtype}": 1}
         return {
             **tile,
             **self.macros,
             "HEAD_DIM": problem.D,
-            **{f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in smem.items()},
+            **smem,
             "CAUSAL": int(bool(problem.causal)),
             f"DTYPE_{problem.dtype}": 1,
             **({f"DTYPE_{of}_{problem.dtype_of(of)}": 1 for of in "VO"} if problem.float8 else {}),

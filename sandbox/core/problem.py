@@ -167,6 +167,24 @@ class Problem:
         return (self.v_dtype if tensor == "V" else "") or self.dtype
 
     @property
+    def head_dims(self) -> tuple[tuple[str, int], ...]:
+        """The head dimensions that a kernel limits, by name."""
+        return (("D", self.D), ("Dv", self.Dv))
+
+    @property
+    def widths(self) -> str:
+        """The size that determines the shared memory, for messages."""
+        return f"D={self.D}"
+
+    @property
+    def tuning_class(self) -> str:
+        """The class of problems that share a tuned tile: head dimension, dtype, mask, and Sq, Sk and B * H, each
+        rounded up to a power of two."""
+        Sq, Sk, heads = (1 << max(n - 1, 0).bit_length() for n in (self.Sq, self.Sk, self.B * self.H))
+        mask = f" {self.causal}" if self.causal else ""
+        return f"D{self.D} {self.dtype}{mask} Sq<={Sq} Sk<={Sk} heads<={heads}"
+
+    @property
     def batches(self) -> int:
         """Batch entries of the tensors: 1 for a ragged batch."""
         return 1 if self.ragged else self.B

@@ -1,25 +1,29 @@
-"""Finds the kernels: every `kernels_cu/NAME.py` with a `NAME.cu` beside it. Nothing else lists them."""
+"""Finds the kernels: every `kernels_cu/NAME.py` with a `NAME.cu` beside it, and the same in the folders that
+SANDBOX_KERNELS names. Nothing else lists them."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
-from types import ModuleType
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import kernels_cu
 
 from . import log
 from .errors import SpecError, UnknownKernel
-from .files import mistakes_of
+from .files import mistakes_of, names_of
 from .kernel import COMPUTATIONS, Kernel
 from .project import FOLDER as FOLDER  # re-exported
 
+VARIABLE = "SANDBOX_KERNELS"
 _reading = threading.RLock()  # `forget` must not discard a module that another thread imports
 
 
@@ -31,27 +35,66 @@ class _Found(NamedTuple):
 @lru_cache(maxsize=1)
 def _read() -> _Found:
     """Reads every spec. Logs one line for each spec with an error, and leaves it out."""
-    specs: dict[str, tuple[Kernel, ...]] = {}
+    specs: dict[Path, tuple[Kernel, ...]] = {}
     found: dict[str, Kernel] = {}
     broken: dict[str, str] = {}
-    for module_info in pkgutil.iter_modules(kernels_cu.__path__):
+    for spec in _spec_files():
         try:
-            specs[module_info.name] = _kernels_of(module_info.name)
+            specs[spec] = _kernels_of(spec)
         except SpecError as error:
-            broken[module_info.name] = str(error)
+            broken[spec.stem] = str(error)
     # If two files define one name, the file of that name wins: the other is a copy in which the name was not changed.
-    for name, own in sorted(specs.items(), key=lambda item: item[0] not in {kernel.name for kernel in item[1]}):
-        sourced = {kernel.name: dataclasses.replace(kernel, source=FOLDER / f"{name}.cu") for kernel in own}
+    for spec, own in sorted(specs.items(), key=lambda item: item[0].stem not in {kernel.name for kernel in item[1]}):
+        sourced = {kernel.name: dataclasses.replace(kernel, source=spec.with_suffix(".cu")) for kernel in own}
         if twice := [kernel for kernel in sourced.values() if kernel.name in found]:
             (again, *_), first = twice, found[twice[0].name]
-            broken[name] = f"kernel {again.name} is defined twice, in {first.source} and {again.source}: rename one"
+            broken[spec.stem] = f"kernel {again.name} is defined twice, in {first.source} and {again.source}: rename one"
         else:
             found.update(sourced)
     for wrong in broken.values():
         log.logger.warning("sandbox: a kernel is left out: %s", " ".join(wrong.split()))
     kinds = list(COMPUTATIONS)
-    order = sorted(found.items(), key=lambda item: (kinds.index(item[1].computes), item[1].rung, item[0]))
-    return _Found(dict(order), broken)
+
+    def order(kernel: Kernel) -> tuple[int, str, int, str]:
+        own = (len(kinds), kernel.operation.name) if kernel.custom else (kinds.index(kernel.operation.name), "")
+        return *own, kernel.rung, kernel.name
+
+    return _Found({kernel.name: kernel for kernel in sorted(found.values(), key=order)}, broken)
+
+
+def _spec_files() -> list[Path]:
+    """The specs: all modules of `kernels_cu`, and in other folders the Python files with a `.cu` beside them."""
+    own = [FOLDER / f"{module.name}.py" for module in pkgutil.iter_modules(kernels_cu.__path__)]
+    more = (sorted(folder.glob("*.py")) for folder in folders()[1:])
+    return own + [file for files in more for file in files if file.with_suffix(".cu").is_file()]
+
+
+def folders() -> list[Path]:
+    """The folders with kernels: `kernels_cu` first, then those that SANDBOX_KERNELS names, separated as in PATH.
+
+    Raises SpecError if one is not a folder.
+    """
+    found = [FOLDER]
+    for text in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        folder = Path(text).resolve()
+        if not folder.is_dir():
+            raise SpecError(f"{VARIABLE}={text} is not a folder: create it, or unset the variable")
+        found += [folder] if folder not in found else []
+    return found
+
+
+def add(folder: Path) -> None:
+    """Also finds the kernels in `folder`, in this process and in those that it starts."""
+    if folder.resolve() not in folders():
+        others = os.environ.get(VARIABLE, "")
+        os.environ[VARIABLE] = os.pathsep.join(filter(None, (others, str(folder.resolve()))))
+        forget()
+
+
+def root(kernel: Kernel) -> Path:
+    """The folder below which a kernel's files are named: the project's, or that of a kernel outside of it."""
+    folder = kernel.source.parent
+    return FOLDER.parent if folder == FOLDER else folder
 
 
 def _all() -> _Found:
@@ -59,23 +102,28 @@ def _all() -> _Found:
         return _read()
 
 
-def _kernels_of(name: str) -> tuple[Kernel, ...]:
-    module = _load(name)
-    several = getattr(module, "kernels", None)
-    kernels = several if isinstance(several, tuple | list) else (several or getattr(module, "kernel", None),)
+def _kernels_of(spec: Path) -> tuple[Kernel, ...]:
+    names, called = _load(spec), _called(spec)
+    several = names.get("kernels")
+    kernels = several if isinstance(several, tuple | list) else (several or names.get("kernel"),)
     for kernel in kernels:
         if not isinstance(kernel, Kernel):
-            raise SpecError(
-                f"kernels_cu/{name}.py must define `kernel`, a Kernel, or `kernels`, a tuple of Kernels, not {kernel!r}"
-            )
-    if not (FOLDER / f"{name}.cu").is_file():
-        raise SpecError(f"kernels_cu/{name}.py has no {name}.cu beside it")
+            raise SpecError(f"{called} must define `kernel`, a Kernel, or `kernels`, a tuple of Kernels, not {kernel!r}")
+    if not spec.with_suffix(".cu").is_file():
+        raise SpecError(f"{called} has no {spec.stem}.cu beside it")
     return tuple(kernels)
 
 
-def _load(name: str) -> ModuleType:
-    with mistakes_of(FOLDER / f"{name}.py", f"kernels_cu/{name}.py"):
-        return importlib.import_module(f"kernels_cu.{name}")
+def _called(spec: Path) -> str:
+    return f"kernels_cu/{spec.name}" if spec.parent == FOLDER else str(spec)
+
+
+def _load(spec: Path) -> Mapping[str, Any]:
+    """What a spec defines."""
+    if spec.parent != FOLDER:
+        return names_of(spec)
+    with mistakes_of(spec, _called(spec)):
+        return vars(importlib.import_module(f"kernels_cu.{spec.stem}"))
 
 
 def kernels() -> dict[str, Kernel]:

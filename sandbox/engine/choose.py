@@ -29,7 +29,7 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
     if need > have:
         where = architectures.name_of(arch) if arch else "the CPU backend"
         return (
-            f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at D={problem.D}, "
+            f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at {problem.widths}, "
             f"and {where} has {have} (choose a smaller tile)"
         )
     always = (entry for entry in kernel.entries if not {*entry.args} & {*NOT_ALWAYS})

@@ -20,7 +20,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import driver, parameters
-from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, zeroed_of
+from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, rows_of, zeroed_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -95,6 +95,8 @@ def prepare(
 
 def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """The computations that must run before `kernel`."""
+    if kernel.custom:
+        return
     if problem.block_map[3] and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
         yield "block_map"
     if kernel.computes == "backward":
@@ -104,14 +106,14 @@ def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tenso
 def _launches(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
 ) -> Iterator[EntryLaunch]:
-    encode = encode_for_host if device == HOST else driver.encode_tensor_map
+    encode, kinds = encode_for_host if device == HOST else driver.encode_tensor_map, rows_of(kernel)
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
             continue
         if reason := why_grid_unsupported(kernel, entry, problem, tile):
             raise UnsupportedProblem(reason)
         grid = entry.grid(problem, tile)
-        arguments = ArgumentBlock(entry, problem, tile, tensors, encode)
+        arguments = ArgumentBlock(entry, problem, tile, tensors, encode, kinds)
         yield EntryLaunch(
             entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments,
             entry.programmatic_launch, entry.cluster(tile),
@@ -191,17 +193,18 @@ def _compile_and_load(
     kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device
 ) -> Loaded:
     names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
+    kinds = rows_of(kernel)
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)
             functions = tuple(CpuFunction(built.path, name) for name in names)
         for entry, function in zip(kernel.entries, functions, strict=True):
-            parameters.check_arguments(entry, function.parameters, kernel.source, score_bytes)
+            parameters.check_arguments(entry, function.parameters, kernel.source, score_bytes, kinds)
         return Loaded(functions, (), built.seconds, built.cached, tuple(f.max_threads for f in functions))
     gpu = driver.device(device[1])
     compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
     for entry, made in zip(kernel.entries, compiled, strict=True):
-        parameters.check_arguments(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes)
+        parameters.check_arguments(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes, kinds)
     on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
     return Loaded(on_gpu, compiled, compiled[0].seconds, compiled[0].cached, _max_threads(compiled))
 

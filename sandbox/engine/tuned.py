@@ -25,11 +25,8 @@ def path(kernel: Kernel, what: str) -> Path:
 
 
 def problem_class(problem: Problem) -> str:
-    """The class of problems that share a tuned tile: head dimension, dtype, mask, and Sq, Sk and B * H, each rounded up
-    to a power of two."""
-    Sq, Sk, heads = (1 << max(n - 1, 0).bit_length() for n in (problem.Sq, problem.Sk, problem.B * problem.H))
-    mask = f" {problem.causal}" if problem.causal else ""
-    return f"D{problem.D} {problem.dtype}{mask} Sq<={Sq} Sk<={Sk} heads<={heads}"
+    """The class of problems that share a tuned tile."""
+    return problem.tuning_class
 
 
 def digest(kernel: Kernel) -> str:

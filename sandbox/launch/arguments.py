@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from ..core.errors import SpecError, UnsupportedProblem
-from ..core.kernel import COMPUTATIONS, Entry, Kernel
+from ..core.kernel import Entry, Kernel
+from ..core.operation import Operation
 from ..core.options import score_numbers, score_structure, score_tensors
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from .array_view import dense_strides
-from .tensor_maps import Encode, Tensor, TensorMap, box_of, encode_for_host, map_slot, new_map
+from .tensor_maps import Box, Encode, Tensor, TensorMap, box_of, encode_for_host, map_slot, matrix_box, new_map
 
 
 class View(ctypes.Structure):
@@ -51,6 +52,7 @@ class Row(NamedTuple):
     rows: Callable[[Tile], int] | None = None  # rows of a tensor map's box
     used: Callable[[Problem], bool] = lambda p: True  # False: the argument is all zeros
     optional: bool = False  # True: if the tensor is absent, a null pointer is passed
+    described: Callable[[Problem, Tensor, int], tuple[Box, str]] | None = None  # of an operation's map: (box, dtype)
 
 
 def _view(name: str) -> Row:
@@ -98,6 +100,11 @@ ARGUMENTS: dict[str, Row] = {
 }
 
 
+def _with_scratch(row: Row, name: str) -> Row:
+    """The row of scratch that some problems do not need."""
+    return row._replace(used=lambda p: SCRATCH[name].shape(p) is not None)
+
+
 NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is launched only if the caller passes the array
 
 
@@ -128,26 +135,57 @@ SCRATCH: dict[str, Scratch] = {
 }
 
 
+ARGUMENTS |= {name: _with_scratch(ARGUMENTS[name], name) for name in SCRATCH}
+
+
 def scratch_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the scratch that `kernel` needs."""
+    if kernel.custom:
+        return {name: sizes(problem, tile)[:1] for name, sizes in kernel.scratch.items()}
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
     if problem.block_map[3]:
         named["block_map"] = None  # `score` points to it
     own = {name: sizes(problem, tile)[:1] for name, sizes in kernel.scratch.items()}
-    written = COMPUTATIONS[kernel.computes].writes
+    written = kernel.operation.writes
     shapes = {name: own.get(name) or SCRATCH[name].shape(problem) for name in named if name not in written}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def zeroed_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, int]:
-    """{name: bytes} of the scratch that must be zero before a launch."""
+    """{name: bytes} of the scratch, and of an operation's outputs, that must be zero before a launch."""
+    if isinstance(kernel.computes, Operation):
+        zeroed = {name: 4 * sizes(problem, tile)[1] for name, sizes in kernel.scratch.items()}
+        return zeroed | {name: kernel.computes.outputs[name].nbytes(problem) for name in kernel.zeroed}  # type: ignore[arg-type]
     own = {name: sizes(problem, tile)[1] for name, sizes in kernel.scratch.items()}
     shapes = {name: shape for name, shape in scratch_of(kernel, problem, tile).items() if SCRATCH[name].zeroed}
     return {name: 4 * own.get(name, math.prod(shape)) for name, shape in shapes.items()}
 
 
+def rows_of(kernel: Kernel) -> Mapping[str, Row]:
+    """The kinds of arguments that the entries of `kernel` may name."""
+    operation = kernel.computes
+    if not isinstance(operation, Operation):
+        return ARGUMENTS
+
+    def size(name: str) -> Row:
+        return Row(ctypes.c_int32, lambda p: ctypes.c_int32(p[name]))  # type: ignore[index]
+
+    def described(tensor: str, p: Any, of: Tensor, rows: int) -> tuple[Box, str]:
+        matrix = operation.tensors[tensor]
+        return matrix_box(tensor, matrix.shape(p), matrix.dtype_in(p), of, rows), matrix.dtype_in(p)
+
+    return {
+        **{name: _pointer(name) for name in (*operation.tensors, *kernel.scratch)},
+        **{name: size(name) for name in operation.dims},
+        **{
+            name: Row(TensorMap, tensor=box.tensor, rows=box.rows, described=partial(described, box.tensor))
+            for name, box in kernel.maps.items()
+        },
+    }
+
+
 class ArgumentBlock:
-    """The arguments of one entry point for one problem, packed.
+    """The arguments of one entry point for one problem, packed. `kinds`: `rows_of` the kernel.
 
     `table` is the `void**` of the launch. `slots` hold the addresses of `tensor_names`, in the order of the spec; a
     tensor occurs once per argument that points to it. `encode` writes the tensor maps. Raises UnsupportedProblem for a
@@ -156,9 +194,9 @@ class ArgumentBlock:
 
     def __init__(
         self, entry: Entry, problem: Problem, tile: Tile, tensors: Mapping[str, Tensor],
-        encode: Encode = encode_for_host,
+        encode: Encode = encode_for_host, kinds: Mapping[str, Row] = ARGUMENTS,
     ):  # fmt: skip
-        unknown = [name for name in entry.args if name not in ARGUMENTS and name not in entry.numbers]
+        unknown = [name for name in entry.args if name not in kinds and name not in entry.numbers]
         if unknown:
             raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/launch/arguments.py")
         slots: list[tuple[str, Any]] = []
@@ -167,12 +205,12 @@ class ArgumentBlock:
             if name in entry.numbers:
                 self.values.append(ctypes.c_int32(entry.numbers[name](problem, tile)))
                 continue
-            row = ARGUMENTS[name]
+            row = kinds[name]
             absent = (row.optional and row.tensor not in tensors) or not row.used(problem)
-            if row.value is not None or absent or (name in SCRATCH and SCRATCH[name].shape(problem) is None):
+            if row.value is not None or absent:
                 self.values.append(row.value(problem) if row.value is not None else row.ctype())
                 continue
-            if name == "score":
+            if row.ctype is ctypes.Structure:  # the score
                 value, within = score_argument(problem, tensors)
                 self.values.append(value)
                 slots += within.items()
@@ -182,8 +220,8 @@ class ArgumentBlock:
             if row.ctype is not ctypes.c_void_p:
                 assert tensor is not None, "the caller passes every tensor whose strides are needed"
                 if row.rows:
-                    box = box_of(row.tensor, problem, tensor, row.rows(tile))
-                    slot = map_slot(value, box, problem.dtype_of(row.tensor), encode)
+                    described = row.described or partial(_described, row.tensor)
+                    slot = map_slot(value, *described(problem, tensor, row.rows(tile)), encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
                     value.stride_b *= not problem.ragged  # a ragged batch is one batch entry
@@ -195,6 +233,10 @@ class ArgumentBlock:
         self.slots = [slot for _, slot in slots]
         self.table = (ctypes.c_void_p * len(self.values))(*(ctypes.addressof(value) for value in self.values))
         self.table.values = self.values  # type: ignore[attr-defined]  # the table keeps the values alive
+
+
+def _described(name: str, problem: Problem, tensor: Tensor, rows: int) -> tuple[Box, str]:
+    return box_of(name, problem, tensor, rows), problem.dtype_of(name)
 
 
 class PackedArguments:

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import SpecError
@@ -18,9 +18,12 @@ from .arguments import ARGUMENTS, Row
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
-def check_arguments(entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16) -> None:
+def check_arguments(
+    entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16, kinds: Mapping[str, Row] = ARGUMENTS
+) -> None:
     """Raises SpecError for the first of `args` that does not match its parameter: in kind, in size, or because the
-    `.cu` gives the parameter another argument's name. `score_bytes`: size of the `score` argument."""
+    `.cu` gives the parameter another argument's name. `score_bytes`: size of the `score` argument. `kinds`: `rows_of`
+    the kernel."""
     names = _names(entry.name, source, len(found))
     for i, (arg, parameter, called) in enumerate(itertools.zip_longest(entry.args, found, names), 1):
         if arg is None or parameter is None:
@@ -33,16 +36,16 @@ def check_arguments(entry: Entry, found: Sequence[Parameter], source: Path, scor
                     else f"parameter {i}, {_shown(parameter)}, has no name in args"
                 )
             )
-        if arg not in ARGUMENTS and arg not in entry.numbers:
+        if arg not in kinds and arg not in entry.numbers:
             return  # ArgumentBlock reports unknown names
-        row = _NUMBER if arg in entry.numbers else ARGUMENTS[arg]
-        expected = Parameter(("struct",), score_bytes) if arg == "score" else _parameter(row)
+        row = _NUMBER if arg in entry.numbers else kinds[arg]
+        expected = Parameter(("struct",), score_bytes) if row.ctype is ctypes.Structure else _parameter(row)
         if parameter.size != expected.size or not {*expected.kinds} & {*parameter.kinds}:
             raise SpecError(
                 f"{entry.name}: argument {i} in its spec is {arg}, {_shown(expected)}, "
                 f"but parameter {i} in {source.name}{f', {called},' if called else ''} is {_shown(parameter)}"
             )
-        if called != arg and (called in ARGUMENTS or called in entry.numbers):
+        if called != arg and (called in kinds or called in entry.numbers):
             raise SpecError(
                 f"{entry.name}: argument {i} in its spec is {arg}, but parameter {i} in {source.name} is called "
                 f"{called}: use the same order"

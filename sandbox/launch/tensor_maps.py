@@ -129,6 +129,19 @@ def new_map() -> TensorMap:
     return TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
+def matrix_box(name: str, shape: tuple[int, ...], dtype: str, tensor: Tensor, rows: int) -> Box:
+    """The map of a contiguous matrix (rows, columns), with boxes of `rows` rows. Kernels address it as a (1, 1, rows,
+    columns) tensor. Raises UnsupportedProblem for rows that are not a multiple of 16 bytes."""
+    height, width = shape
+    itemsize = ITEMSIZE[dtype]
+    if width * itemsize % 16:
+        raise UnsupportedProblem(
+            f"{name} with rows of {width} elements is not supported: a tensor map needs rows of a multiple of 16 bytes "
+            "(reject such problems in `supports` of the spec)"
+        )
+    return Box.of(tensor.pointer, (width, height, 1, 1), (width * itemsize, *(_BOX_BYTES,) * 2), rows, itemsize)
+
+
 def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     """The map of a tensor of the problem, with boxes of `rows` rows.
 

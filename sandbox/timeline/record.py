@@ -22,6 +22,7 @@ from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from ..verify import trial
 from ..verify.cases import Case, inputs_of
+from ..verify.suite import suite_of
 from .mark_buffers import CLOCKS_A_MARK, DONE, MOST_BLOCKS, MarkBuffer, MarkBuffers, macros, steps_of
 
 WAIT = "wait"  # prefix of the names of steps that wait
@@ -107,7 +108,7 @@ def record(
     grid, block = kernel.grid(problem, tile), kernel.block(tile)
     marked = dataclasses.replace(first, macros={**kernel.macros, **macros(names, grid, block, device)})
     chosen = _blocks(math.prod(grid), blocks)
-    inputs = _inputs(kernel.computes, problem, device)
+    inputs = _inputs(kernel, problem, device)
     repeats = _REPEATS if device != HOST else 1
     buffers = MarkBuffers(pipeline.load(marked, tile, problem, device).functions[0], block, chosen, device)
     order = (marked, first, first, marked) if device != HOST else (first, marked)  # a GPU's clock drifts
@@ -124,12 +125,12 @@ def record(
     )  # fmt: skip
 
 
-def _inputs(computes: str, problem: Problem, device: Device) -> dict[str, Any]:
+def _inputs(kernel: Kernel, problem: Problem, device: Device) -> dict[str, Any]:
     """The inputs of the kernel. On a GPU, O and LSE for a backward come from a forward kernel: the reference would take
     minutes, and the timeline does not check errors."""
     case = Case("timeline", problem)
-    if device == HOST or computes in ("forward", "block_map"):
-        return inputs_of(computes, case)
+    if device == HOST or kernel.custom or kernel.computes in ("forward", "block_map"):
+        return suite_of(kernel).inputs(case)
     given, forward = inputs_of("forward", case), choose_kernel(problem, "forward", pipeline.arch_of(device))
     right = trial.launch(forward, pipeline.tile_on(device, forward, problem), problem, given, device).outputs
     dO = np.random.default_rng(1).standard_normal(right["O"].shape, np.float32).astype(right["O"].dtype)

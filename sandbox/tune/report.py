@@ -14,6 +14,7 @@ from ..core import picture
 from ..core.errors import UnsupportedProblem
 from ..engine.tuned import problem_class
 from ..verify.report import si_time
+from ..verify.suite import suite_of
 from . import executors
 from .search import STATES, Candidate, Search
 
@@ -21,7 +22,7 @@ _SHOWN = 12
 
 
 def _tflops(search: Search, candidate: Candidate) -> float:
-    flops = search.problem.flops_of(search.kernel.computes)
+    flops = suite_of(search.kernel).flops(search.problem)
     return flops / candidate.timing.median * 1e-12 if candidate.timing else 0.0
 
 

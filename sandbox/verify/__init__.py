@@ -6,11 +6,11 @@ __all__ = [
     "error_map",
     "findings",
     "isolated",
-    "references",
     "report",
     "sampled",
     "sanitize",
     "scores",
     "sequences",
+    "suite",
     "trial",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,17 +17,16 @@ from ..core.tile import Tile
 from ..engine import pipeline
 from ..engine.choose import choose_tile
 from ..launch import driver
-from ..launch.array_view import boxes
-from ..launch.dlpack import HOST, Device, layout, view
+from ..launch.dlpack import HOST, Device
 from ..reference import errors, max_error
 from ..toolchain import arch as architectures
 from ..toolchain import nvrtc
 from ..toolchain.nvrtc import Resources
 from . import trial
-from .cases import Case, sweep_cases
-from .error_map import ErrorMap, locate
-from .references import Reference, ReferenceOutput, reference_of
-from .scores import visible_pairs
+from .cases import Case
+from .error_map import ErrorMap
+from .references import Reference, ReferenceOutput
+from .suite import Suite, suite_of
 from .trial import Array
 
 
@@ -81,12 +81,18 @@ class Verifier(Protocol):
 
 
 def run_cases(
-    kernels: Sequence[Kernel], cases: Sequence[Case], device: Device, tile: Tile | None, verifier: Verifier
+    runs: Iterable[tuple[Kernel, Case]], device: Device, tile: Tile | None, verifier: Verifier
 ) -> Iterator[Result]:
-    """`run`: every kernel on every case, timed, with NVRTC's resource report."""
-    for case in cases:
-        for kernel in kernels:
-            yield verifier(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+    """`run`: each kernel on its case, timed, with NVRTC's resource report."""
+    for kernel, case in runs:
+        yield verifier(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+
+
+def named_runs(kernels: Sequence[Kernel], small: bool) -> list[tuple[Kernel, Case]]:
+    """The runs of `run` without a problem, case by case: kernels with the same cases are adjacent."""
+    cases = {kernel: suite_of(kernel).named_cases(kernel, small) for kernel in kernels}
+    every = dict.fromkeys(itertools.chain.from_iterable(cases.values()))
+    return [(kernel, case) for case in every for kernel in kernels if case in cases[kernel]]
 
 
 def sweep(
@@ -94,7 +100,7 @@ def sweep(
 ) -> Iterator[Result]:
     """`check`: every kernel on all its sweep cases."""
     for kernel in kernels:
-        for case in sweep_cases(kernel):
+        for case in suite_of(kernel).sweep_cases(kernel):
             yield (verifier or verify)(kernel, case, device, tile)
 
 
@@ -102,15 +108,12 @@ def verify(
     kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False
 ) -> Result:
     """One kernel on one case, compared with the reference. `report` adds NVRTC's resources, also without a GPU."""
+    suite = suite_of(kernel)
     try:
-        expected = reference_of(kernel.computes, case)
+        expected = suite.reference(case)
     except SandboxError as failure:  # invalid expressions of a Score
         return Result(kernel.name, case.name, case.problem, device[0], ok=False, message=str(failure))
-    tensors = (view(expected.inputs[name]) for name in ("Q", "K", "V", "dO", "O") if name in expected.inputs)
-    strides = layout(tensors)
-    if case.problem.bias:
-        strides["bias_boxes"] = boxes(view(expected.inputs["bias"]))
-    problem = dataclasses.replace(case.problem, **strides)
+    problem = suite.laid_out(case.problem, expected.inputs)
     head = (kernel.name, case.name, problem, device[0])
     try:
         chosen = pipeline.tile_on(device, kernel, problem, tile)
@@ -128,7 +131,7 @@ def verify(
     verdict = _verdict(expected.outputs, done.outputs)
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
     stray = f"memory beside {', '.join(done.stray_writes)} was written" if done.stray_writes else ""
-    flops = problem.flops_of(kernel.computes, visible_pairs(problem, expected.inputs)) if device != HOST else 0
+    flops = suite.flops(problem, expected.inputs) if device != HOST else 0
     return Result(
         *head,
         ok=right and not done.stray_writes,
@@ -142,7 +145,7 @@ def verify(
         seconds=done.seconds,
         tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
         message="; ".join(filter(None, (stray, note))),
-        where=None if right else _where(verdict.tensor, expected, done),
+        where=None if right else _where(suite, verdict.tensor, expected, done),
         sanitize=not right or bool(done.stray_writes),
     )
 
@@ -165,7 +168,8 @@ def _verdict(answers: Mapping[str, ReferenceOutput], outputs: Mapping[str, Array
             for name, answer in answers.items()
             if isinstance(answer.bound, float) and name in outputs  # not LSE, which has one bound per element
         ]
-        worst = max(found, key=lambda v: (not v.error <= v.bound, v.error / v.bound))  # wrong outputs first
+        # Wrong outputs first. The bound of integers is 0.
+        worst = max(found, key=lambda v: (not v.error <= v.bound, v.error / v.bound if v.bound else v.error))
         if "LSE" not in answers:
             return worst
         lse, ref = outputs["LSE"], answers["LSE"]
@@ -173,14 +177,14 @@ def _verdict(answers: Mapping[str, ReferenceOutput], outputs: Mapping[str, Array
         return dataclasses.replace(worst, lse_error=max_error(lse, ref.values), lse_excess=excess)
 
 
-def _where(worst: str, expected: Reference, done: trial.Trial) -> ErrorMap | None:
+def _where(suite: Suite, worst: str, expected: Reference, done: trial.Trial) -> ErrorMap | None:
     """The error map of the output `worst`; if that output is correct, of the first wrong one."""
     about, answers = (
         (done.prepared.kernel, done.prepared.problem, done.prepared.tile, expected.inputs),
         expected.outputs,
     )
-    maps = (locate(name, done.outputs[name], answers[name].values, answers[name].bound, *about) for name in
-            dict.fromkeys((worst, *answers)) if name in done.outputs)  # fmt: skip
+    names = (name for name in dict.fromkeys((worst, *answers)) if name in done.outputs)
+    maps = (suite.locate(name, done.outputs[name], answers[name], *about) for name in names)
     return next(filter(None, maps), None)
 
 

@@ -17,7 +17,7 @@ from ..launch import driver
 from ..launch.dlpack import HOST, Device
 from .cases import Case
 from .check import Result, verify
-from .references import reference_of
+from .suite import suite_of
 
 _MAX_CRASHES = 3  # per kernel; each costs the start of a process
 NOT_TRIED = f"not tried: its process has ended {_MAX_CRASHES} times already"
@@ -75,7 +75,7 @@ def _run_job(job: _Job, report_stage: ReportStage) -> tuple[Result, bool]:
     kernel = registry.get(job.kernel)
     report_stage("computing the reference", None)
     with suppress(SandboxError):  # `verify` reports it
-        reference_of(kernel.computes, job.case)
+        suite_of(kernel).reference(job.case)
     report_stage("running it", None)
     result = verify(kernel, job.case, job.device, job.tile, repeats=job.repeats, report=job.report)
     return result, device_usable(job.device)

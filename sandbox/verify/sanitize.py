@@ -9,21 +9,19 @@ memory.
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import json
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ..core import registry
-from ..core.dtypes import FLOAT8
 from ..core.errors import ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
-from ..core.normalise import Causal
+from ..core.operation import problem_from_json
 from ..core.options import score_structure, score_tensors
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -31,14 +29,15 @@ from ..cpu import instrumented as host
 from ..cpu.build import Sanitizer
 from ..cpu.instrumented import Fill, Pointer, Report
 from ..engine import pipeline
-from ..engine.choose import choose_tile, why_tile_unsupported
+from ..engine.choose import choose_tile
 from ..launch import dlpack
-from ..launch.arguments import ARGUMENTS, NOT_ALWAYS, ArgumentBlock
+from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, rows_of
 from ..launch.dlpack import HOST, Device
 from ..toolchain import snippets, tools
 from . import compute_sanitizer, trial
-from .cases import Array, Case, inputs_of
+from .cases import Array, Case
 from .findings import Finding, name_buffers, parse_host_sanitizer, resolve_expressions
+from .suite import suite_of
 
 HOST_TOOLS = {
     "address": "accesses out of bounds or misaligned; shared memory used before cp_async_wait",
@@ -48,8 +47,6 @@ HOST_TOOLS = {
     "orders": "results that depend on the order of threads",
 }
 _SEEDS = (1, 2)  # of shuffled thread orders
-_WIDTHS = (16, 32, 64, 128, 256)
-_SHIPPED_WIDTHS = (64, 128, 256)
 _AFFECTED_BY_STRAY_STORES = ("thread", "orders")
 _STRAY = "skipped: a store out of bounds, which must be fixed first, looks like a race"
 
@@ -74,43 +71,14 @@ def small_tile(kernel: Kernel) -> Tile:
     return min(kernel.tiles, key=lambda tile: np.prod(list(tile.values())))
 
 
-def usual_dtypes(kernel: Kernel) -> Sequence[str]:
-    """The dtypes of the default problems: 8-bit ones only if the kernel supports no wider dtype."""
-    return [dtype for dtype in kernel.dtypes if dtype not in FLOAT8] or kernel.dtypes
-
-
 def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
-    """A causal problem with partial tiles and grouped heads, and one with whole tiles; several blocks each."""
-    M, N, dtypes = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64), usual_dtypes(kernel)
-
-    def taken(**fields: Any) -> Iterator[Problem]:
-        if kernel.computes == "block_map":  # a block map needs a mask
-            fields["mask"] = (1, 1, fields["Sq"], fields["Sk"])
-        for problem in (Problem(D=D, **fields) for D in _WIDTHS):
-            if not (kernel.why_unsupported(problem) or why_tile_unsupported(kernel, problem, tile, None)):
-                yield problem
-                return
-
-    return [
-        *taken(B=1, H=2, Hk=1, Sq=2 * M + 3, Sk=2 * N + 5, dtype=dtypes[-1], causal="bottom-right"),
-        *taken(B=2, H=1, Sq=M, Sk=2 * N, dtype=dtypes[0]),
-    ]
+    """The problems that are used by default, with several blocks and partial tiles."""
+    return suite_of(kernel).small_problems(kernel, tile)
 
 
 def shipped_tiles(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem]]:
-    """The tiles that are selected for large problems, causal and not. Each has a problem with partial tiles, at the
-    first head dimension that selects the tile."""
-    found: dict[Tile, Problem] = {}
-    masks: tuple[Causal, ...] = ("bottom-right", False)
-    for causal, D in itertools.product(masks, _SHIPPED_WIDTHS):
-        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=usual_dtypes(kernel)[-1], causal=causal)
-        try:
-            tile = choose_tile(kernel, whole, arch)
-        except UnsupportedProblem:
-            continue
-        M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
-        found.setdefault(tile, replace(whole, Sq=M + 3, Sk=N + 5))
-    return [*found.items()]
+    """The tiles that are selected for large problems, each with a small problem."""
+    return suite_of(kernel).shipped_tiles(kernel, arch)
 
 
 def inspect(
@@ -181,7 +149,7 @@ def launch_on_host(
     """Launches every entry once, in order, in buffers of exact size -> (report of the first entry that is not clean,
     else of the last; every tensor, by name, after the launch)."""
     chosen = choose_tile(kernel, problem, None, tile)
-    inputs = inputs_of(kernel.computes, Case("sanitize", problem))
+    inputs = suite_of(kernel).inputs(Case("sanitize", problem))
     arrays = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
     made = trial.outputs_and_scratch(kernel, problem, chosen).items()
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
@@ -190,8 +158,8 @@ def launch_on_host(
         if absent or not all(entry.grid(problem, chosen)):
             continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}
-        arguments = ArgumentBlock(entry, problem, chosen, views)
-        follows = dict(_pointers(entry, problem, arrays))
+        arguments = ArgumentBlock(entry, problem, chosen, views, kinds=rows_of(kernel))
+        follows = dict(_pointers(kernel, entry, problem, arrays))
         buffers = {pointer: arrays[name] for pointer, name in follows.items()}
         report = host.run(
             sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
@@ -208,14 +176,15 @@ def launch_on_host(
     return report, arrays
 
 
-def _pointers(entry: Entry, problem: Problem, arrays: Container[str]) -> Iterator[tuple[Pointer, str]]:
+def _pointers(kernel: Kernel, entry: Entry, problem: Problem, arrays: Container[str]) -> Iterator[tuple[Pointer, str]]:
     """(argument index, byte offset) of every address in an entry's arguments, and the array's name."""
+    kinds = rows_of(kernel)
     for i, name in enumerate(entry.args):
         if name in entry.numbers:
             continue
-        if ARGUMENTS[name].tensor in arrays:
-            yield (i, 0), ARGUMENTS[name].tensor
-        if name == "score":
+        if kinds[name].tensor in arrays:
+            yield (i, 0), kinds[name].tensor
+        if kinds[name].ctype is ctypes.Structure:  # the score
             fields = score_structure(problem)
             yield from (((i, getattr(fields, t.pointer).offset), t.name) for t in score_tensors(problem))
 
@@ -279,7 +248,8 @@ def on_gpu(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: flo
     head = (kernel.name, problem, tile, tool)
     what = json.dumps({"kernel": kernel.name, "tile": dict(tile), "problem": problem.as_json()})
     try:
-        command, folders = (sys.executable, "-c", _CHILD, what), (registry.FOLDER, registry.FOLDER / "include")
+        command = (sys.executable, "-c", _CHILD, what)
+        folders = (*registry.folders(), registry.FOLDER / "include")
         findings, text = compute_sanitizer.run(tool, command, timeout, registry.FOLDER.parent, folders, problem.score)
     except ToolchainMissing as missing:
         return Inspection(*head, None, message=str(missing))
@@ -290,6 +260,6 @@ def launch(what: str) -> None:
     """In the child process: launches on copies of NumPy arrays in allocations of exact size, without an allocator's
     padding."""
     job = json.loads(what)
-    kernel, problem, tile = registry.get(job["kernel"]), Problem.from_json(job["problem"]), Tile(**job["tile"])
-    inputs = inputs_of(kernel.computes, Case("sanitize", problem))
+    kernel, problem, tile = registry.get(job["kernel"]), problem_from_json(job["problem"]), Tile(**job["tile"])
+    inputs = suite_of(kernel).inputs(Case("sanitize", problem))
     trial.launch(kernel, tile, problem, inputs, ("cuda", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.kernel import COMPUTATIONS, Kernel
+from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
@@ -20,23 +21,9 @@ from ..engine.staging import Staged
 from ..launch import dlpack, driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, Device
+from .suite import suite_of
 
 Array = NDArray[Any]
-
-
-_SHAPES: dict[str, Callable[[Problem], tuple[int, ...]]] = {
-    "O": lambda p: (p.batches, p.H, p.rows[0], p.Dv),
-    "dQ": lambda p: (p.batches, p.H, p.rows[0], p.D),
-    "dK": lambda p: (p.batches, p.Hk, p.rows[1], p.D),
-    "dV": lambda p: (p.batches, p.Hk, p.rows[1], p.Dv),
-    **dict.fromkeys(("LSE", "delta"), lambda p: (p.batches, p.H, p.rows[0])),
-    "dbias": lambda p: p.bias,
-    "dsink": lambda p: (p.H,),
-    "block_map": lambda p: p.block_map,
-}
-
-
-_STRIDED = ("O", "dQ", "dK", "dV")  # outputs with any strides
 
 
 @dataclass(frozen=True)
@@ -59,8 +46,13 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     the median of `repeats` launches after the first: GPU time between events, or wall-clock time on the CPU backend.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
-    made = {name: _with_guard(name, *what, gap) for name, what in outputs_of(kernel, problem).items()}
-    outputs = {name: memory[inner] for name, (memory, inner) in made.items()}
+    suite = suite_of(kernel)
+    made = {
+        name: _between_rows(*what, gap) if name in suite.strided else _contiguous(*what)
+        for name, what in suite.outputs(problem).items()
+    }
+    shapes = {name: shape for name, (shape, _) in suite.outputs(problem).items()}
+    outputs = {name: memory[inner].reshape(shapes[name]) for name, (memory, inner) in made.items()}
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -78,37 +70,28 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     return Trial(prepared, outputs, stray_writes, seconds)
 
 
-def outputs_of(kernel: Kernel, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{name: (shape, dtype)} of the outputs of `kernel`: tensors in the problem's dtype, LSE and delta in fp32; for a
-    backward also the gradients of bias and sink, if the problem has these."""
-    optional = {"dbias": problem.bias, "dsink": problem.sink} if kernel.computes == "backward" else {}
-    names = (*COMPUTATIONS[kernel.computes].writes, *(name for name, present in optional.items() if present))
-    dtypes = {
-        "O": problem.dtype_of("O"),
-        "dbias": problem.bias_dtype or problem.dtype,
-        "block_map": "int32",
-        **dict.fromkeys(("LSE", "delta", "dsink"), "float32"),
-    }
-    return {name: (_SHAPES[name](problem), dtypes.get(name, problem.dtype)) for name in names}
-
-
 def outputs_and_scratch(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[tuple[int, ...], str]]:
-    """`outputs_of`, plus the scratch of a launch."""
+    """{name: (shape, dtype)} of the outputs of `kernel`, and of the scratch of a launch."""
     scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
-    return {**outputs_of(kernel, problem), **scratch}
+    return {**suite_of(kernel).outputs(problem), **scratch}
 
 
 _GAP = 8  # columns; preserves the 16-byte alignment of rows
 _Index = tuple[slice | EllipsisType, ...]  # of an output inside its guarded memory
 
 
-def _with_guard(name: str, shape: tuple[int, ...], dtype: str, gap: int) -> tuple[Array, _Index]:
-    """Memory for an output, with guard elements: for a strided tensor a row before and after each head's rows, and
-    `gap` columns; for any other output, which must be contiguous, one entry before and after."""
-    if name in _STRIDED:
-        B, H, S, D = shape
-        return _filled((B, H, S + 2, D + gap), dtype), (..., slice(1, -1), slice(D))
-    return _filled((shape[0] + 2, *shape[1:]), dtype), (slice(1, -1),)
+def _between_rows(shape: tuple[int, ...], dtype: str, gap: int) -> tuple[Array, _Index]:
+    """Memory for a (B, H, S, D) output, with guard elements: a row before and after each head's rows, and `gap`
+    columns."""
+    B, H, S, D = shape
+    return _filled((B, H, S + 2, D + gap), dtype), (..., slice(1, -1), slice(D))
+
+
+def _contiguous(shape: tuple[int, ...], dtype: str) -> tuple[Array, _Index]:
+    """Memory for a contiguous output, with guard elements before and after: an entry of the first dimension, rounded up
+    to a multiple of 64 elements, which preserves the alignment."""
+    count, guard = math.prod(shape), -(-max(math.prod(shape[1:]), 1) // 64) * 64
+    return _filled((count + 2 * guard,), dtype), (slice(guard, guard + count),)
 
 
 def _guard_changed(memory: Array, inner: _Index) -> bool:

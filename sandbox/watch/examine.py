@@ -38,8 +38,8 @@ from ..verify.cases import Case
 from ..verify.check import Result
 from ..verify.findings import Finding
 from ..verify.isolated import device_usable
-from ..verify.references import reference_of
 from ..verify.sanitize import Inspection
+from ..verify.suite import suite_of
 from .figures import Cost, VersionResult
 from .job import Job, quick_cases, tile_case
 
@@ -62,7 +62,7 @@ def prepare(job: Job) -> None:
             driver.device(job.device[1]).synchronize()
         kernel = registry.get(job.kernel)
         for case in _cases(kernel, job):
-            reference_of(kernel.computes, case)
+            suite_of(kernel).reference(case)
 
 
 def _cases(kernel: Kernel, job: Job) -> list[Case]:
@@ -268,7 +268,7 @@ def _verify(
     results = []
     for i, (case, tile) in enumerate(trials):
         report_stage(f"preparing {case.problem}", COMPILE_SECONDS)
-        reference_of(kernel.computes, case)
+        suite_of(kernel).reference(case)
         report_stage(f"running {case.problem}", job.seconds)
         repeats = REPEATS if i == 0 and job.device != HOST else 1
         results.append(check.verify(kernel, case, job.device, tile, repeats=repeats))
