@@ -6,11 +6,12 @@ Rows are produced one problem at a time, so that an interrupted run keeps its me
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
@@ -20,15 +21,7 @@ from ..engine import pipeline
 from ..launch import driver
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
-from ..verify.sampled import (
-    Expected,
-    ExpectedGradients,
-    ExpectedSequences,
-    Verdict,
-    expect,
-    expect_gradients,
-    expect_sequences,
-)
+from ..verify.sampled import Verdict, expect, expect_gradients, expect_sequences
 from ..verify.scores import visible_pairs
 from . import decode, environment, reading
 from .grids import GRIDS as GRIDS  # re-exported for `tune` and the command line
@@ -37,7 +30,14 @@ from .peers import Contender, Ready, backward
 from .rows import Row, by_problem, problem_of
 from .timing import Events, Graphs, Limits, Stopwatch, Timed, Timing, measure, measure_ceilings
 
-Expectation = Expected | ExpectedGradients | ExpectedSequences
+
+class Expectation(Protocol):
+    """The expected results on some inputs."""
+
+    def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
+        """Compares the outputs of one call, after poisoning them."""
+
+
 MODES = {"events": Events, "graph": Graphs}
 _READ_CEILING = -1  # its key among the contenders' numbers
 
@@ -116,6 +116,19 @@ def run(
     are consecutive. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError if a contender's error has
     destroyed the CUDA context, so that the run cannot continue.
     """
+    need_gpu()
+    kernels = list(kernels)
+    if odd := [kernel for kernel in kernels if kernel.computes != computes]:
+        raise UnsupportedProblem(
+            f"{odd[0].name} computes the {odd[0].operation.name}: it cannot be timed as a {computes}"
+        )
+    others = map(backward, peers) if computes == "backward" else peers
+    contenders = {contender.name: contender for contender in (*kernel_contenders(kernels, tiles), *others)}
+    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
+
+
+def need_gpu() -> None:
+    """Raises GpuUnavailable without a GPU that PyTorch can use, ToolchainMissing without PyTorch."""
     gpu = driver.device()
     try:
         import torch
@@ -123,12 +136,6 @@ def run(
         raise ToolchainMissing(f"bench needs PyTorch, for its tensors and as a peer ({error}): make setup") from error
     if not torch.cuda.is_available():
         raise GpuUnavailable(f"this PyTorch ({torch.__version__}) cannot use {gpu.name}: install a build with CUDA")
-    kernels = list(kernels)
-    if odd := [kernel for kernel in kernels if kernel.computes != computes]:
-        raise UnsupportedProblem(f"{odd[0].name} computes the {odd[0].computes}: it cannot be timed as a {computes}")
-    others = map(backward, peers) if computes == "backward" else peers
-    contenders = {contender.name: contender for contender in (*kernel_contenders(kernels, tiles), *others)}
-    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
 
 
 def matching_rows(
@@ -157,6 +164,15 @@ def unmeasured(
 def _measured(
     contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int
 ) -> Iterator[Row]:
+    def rows(problem: Problem, stopwatch: Stopwatch, setting: Mapping[str, Any]) -> list[Row]:
+        inputs = make_inputs(problem, seed, computes=computes)
+        return time_contenders(problem, contenders, inputs, stopwatch, limits, setting, computes)
+
+    return measured(problems, rows, mode, seed)
+
+
+def measured(problems: Iterable[Any], rows: Callable[..., list[Row]], mode: str, seed: int) -> Iterator[Row]:
+    """`rows(problem, stopwatch, setting)` for each problem, with the run's setting and the ceilings of its dtype."""
     import torch
 
     stopwatch: Stopwatch = MODES[mode](0)
@@ -168,11 +184,10 @@ def _measured(
             ceilings[problem.dtype] = measure_ceilings(problem.dtype, stopwatch)
         setting |= ceilings[problem.dtype]
         try:
-            inputs = make_inputs(problem, seed, computes=computes)
-            rows = time_contenders(problem, contenders, inputs, stopwatch, limits, setting, computes)
+            found = rows(problem, stopwatch, setting)
         except RuntimeError as error:  # raised by PyTorch, for an error of an earlier launch
             raise error if isinstance(error, SandboxError) else SandboxError(f"{problem}: {error}") from error
-        yield from rows
+        yield from found
         torch.cuda.empty_cache()  # the next problem's tensors have other sizes
 
 
@@ -227,12 +242,32 @@ def time_contenders(
         option_tensors |= decode.make_pages(problem, *inputs[1:3])
     pairs = visible_pairs(problem, option_tensors)
     expected, of_peers = _expectations(problem, contenders, inputs, computes, option_tensors)
+    expectations = [expected if c.kernel else of_peers for c in contenders]
     entries = [
-        _enter(c, problem, inputs, option_tensors, expected if c.kernel else of_peers, stopwatch) for c in contenders
+        enter(c, problem, partial(_ready, c, problem, inputs, option_tensors), which, stopwatch)
+        for c, which in zip(contenders, expectations, strict=True)
     ]
+    nbytes = decode.kv_bytes(problem, pairs) if decode.is_memory_bound(problem, computes) else 0
+    return rows_of(
+        problem, contenders, entries, expectations, stopwatch, limits, setting, nbytes, computes=computes, pairs=pairs
+    )
+
+
+def rows_of(
+    problem: Any,
+    contenders: Sequence[Contender],
+    entries: Sequence[Entry],
+    expectations: Sequence[Expectation],
+    stopwatch: Stopwatch,
+    limits: Limits,
+    setting: Mapping[str, Any],
+    nbytes: int = 0,
+    **fields: Any,
+) -> list[Row]:
+    """The rows of contenders that are ready: the correct ones are timed in turns, and each is checked again. `nbytes`:
+    a kernel that only reads as many bytes is timed with them; 0: none. `fields`: of every Row."""
     right = {i: entry for i, entry in enumerate(entries) if entry.timed}
     calls = {i: entry.timed for i, entry in right.items() if entry.timed}
-    nbytes = decode.kv_bytes(problem, pairs) if decode.is_memory_bound(problem, computes) else 0
     if calls and nbytes:
         data = reading.bytes_to_read(nbytes)
         calls[_READ_CEILING] = stopwatch.ready(reading.reader(data))
@@ -243,16 +278,13 @@ def time_contenders(
     clocks = None if fastest is None else _clocks_under_load(right[fastest].ready, stopwatch)
     shared = {**setting, "clocks": clocks, "time": datetime.now(UTC).isoformat(timespec="seconds")}
     rows = []
-    for i, (contender, entry) in enumerate(zip(contenders, entries, strict=True)):
+    for i, (contender, entry, expected) in enumerate(zip(contenders, entries, expectations, strict=True)):
         ok, message, verdict, timing = entry.ok, entry.message, entry.verdict, timings.get(i)
         if timing and entry.ready:
-            again = _check(expected if contender.kernel else of_peers, entry.ready)
+            again = _check(expected, entry.ready)
             if again.message:
                 ok, message, verdict, timing = False, f"correct before timing, then: {again.message}", again, None
-        row = Row(
-            contender.name, contender.kernel, problem, ok, message, timing=timing, computes=computes, pairs=pairs,
-            setting=shared,
-        )  # fmt: skip
+        row = Row(contender.name, contender.kernel, problem, ok, message, timing=timing, setting=shared, **fields)
         if verdict:
             row = replace(row, error=verdict.error, bound=verdict.bound)
         if entry.ready:
@@ -262,7 +294,9 @@ def time_contenders(
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """A contender before timing: whether its result is correct, and how to call it."""
+
     ok: bool | None
     message: str
     ready: Ready | None = None
@@ -293,29 +327,31 @@ def _check(expected: Expectation, ready: Ready) -> Verdict:
     return expected.check(ready.poison, ready.checked or ready.launch)
 
 
-def _enter(
-    contender: Contender,
-    problem: Problem,
-    inputs: tuple[Any, ...],
-    option_tensors: BenchInputs,
-    expected: Expectation,
-    stopwatch: Stopwatch,
-) -> _Entry:
+def _ready(contender: Contender, problem: Problem, inputs: tuple[Any, ...], option_tensors: BenchInputs) -> Ready:
+    """The contender on attention's tensors. Raises UnsupportedProblem."""
+    if problem.ragged and not (contender.kernel or contender.ragged):
+        raise UnsupportedProblem(f"{contender.name}: ragged batches are not supported by this peer")
+    if problem.page_size and not contender.kernel:
+        raise UnsupportedProblem(f"{contender.name}: paged keys are not supported by this peer")
+    ready = _prepared(contender, problem, inputs, option_tensors)
+    if problem.dropout and not contender.kernel:
+        without = _prepared(contender, replace(problem, dropout=0.0), inputs, option_tensors)
+        ready = replace(ready, checked=without.launch)
+    return ready
+
+
+def enter(
+    contender: Contender, problem: Any, prepare: Callable[[], Ready], expected: Expectation, stopwatch: Stopwatch
+) -> Entry:
+    """Prepares a contender, and checks its result."""
     try:
-        if problem.ragged and not (contender.kernel or contender.ragged):
-            raise UnsupportedProblem(f"{contender.name}: ragged batches are not supported by this peer")
-        if problem.page_size and not contender.kernel:
-            raise UnsupportedProblem(f"{contender.name}: paged keys are not supported by this peer")
-        ready = _prepared(contender, problem, inputs, option_tensors)
-        if problem.dropout and not contender.kernel:
-            without = _prepared(contender, replace(problem, dropout=0.0), inputs, option_tensors)
-            ready = replace(ready, checked=without.launch)
+        ready = prepare()
         verdict = _check(expected, ready)
         if verdict.message:
-            return _Entry(False, verdict.message, ready, verdict)
-        return _Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))
+            return Entry(False, verdict.message, ready, verdict)
+        return Entry(True, "", ready, verdict, stopwatch.ready(ready.launch))
     except UnsupportedProblem as reason:
-        return _Entry(None, str(reason))
+        return Entry(None, str(reason))
     except Exception as error:
         if contender.kernel and not isinstance(error, (SandboxError, RuntimeError)):
             raise  # a bug of this package
@@ -324,7 +360,7 @@ def _enter(
         except Exception:
             raise SandboxError(f"{contender.name} on {problem} destroyed the CUDA context: {error}") from error
         # A peer may run out of memory or not support this GPU (ok is None); an error of our kernel is a failure.
-        return _Entry(False if contender.kernel else None, f"{contender.name}: {error}")
+        return Entry(False if contender.kernel else None, f"{contender.name}: {error}")
 
 
 def _clocks_under_load(ready: Ready | None, stopwatch: Stopwatch) -> dict[str, str] | None:

@@ -17,15 +17,20 @@ BenchInputs = Mapping[str, Any]  # PyTorch tensors, by their names in a spec's `
 
 def make_bench_inputs(problem: Problem, like: Any) -> dict[str, Any]:
     """Tensors of the problem's score options, on the device of `like`, a PyTorch tensor."""
+    offsets = offsets_of(problem) if problem.ragged else {}
+    return {name: as_tensor(x, like.device) for name, x in {**score_inputs(problem), **offsets}.items()}
+
+
+_ML_DTYPES = {"bfloat16": np.int16, "float8_e4m3fn": np.int8, "float8_e5m2": np.int8}  # not known to torch.from_numpy
+
+
+def as_tensor(x: Any, device: Any) -> Any:
+    """A NumPy array as a PyTorch tensor on `device`."""
     import torch
 
-    found = {}
-    offsets = offsets_of(problem) if problem.ragged else {}
-    for name, x in {**score_inputs(problem), **offsets}.items():
-        narrow = x.dtype.name == "bfloat16"  # not supported by torch.from_numpy
-        tensor = torch.from_numpy(np.ascontiguousarray(x.view(np.int16) if narrow else x)).to(like.device)
-        found[name] = tensor.view(torch.bfloat16) if narrow else tensor
-    return found
+    bits = _ML_DTYPES.get(x.dtype.name)
+    tensor = torch.from_numpy(np.ascontiguousarray(x.view(bits) if bits else x)).to(device)
+    return tensor.view(getattr(torch, x.dtype.name)) if bits else tensor
 
 
 def torch_dtype(name: str) -> Any:

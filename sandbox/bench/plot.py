@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core import picture
 from ..core.errors import UnsupportedProblem
-from .report import GBPS, unit_of
+from .report import GBPS, GBPS_OF_ALL, unit_of
 from .rows import by_problem, problem_of
 
 Row = Mapping[str, Any]
@@ -40,6 +40,8 @@ def draw(rows: Iterable[Row], prefix: Path | str) -> list[Path]:
     timed = [row for row in latest.values() if row.get("ms")]
     if not timed:
         raise UnsupportedProblem("there is nothing to plot: no row has a time")
+    if "operation" in timed[0]:
+        return _draw_operation(timed, prefix)
     if unit_of(timed) == GBPS:
         return _draw_reading(timed, prefix)
     widths = sorted({row["D"] for row in timed})
@@ -84,6 +86,29 @@ def _draw_reading(rows: Sequence[Row], prefix: Path | str) -> list[Path]:
         axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
         figure.legend(loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=9, color="#444444")
+        return picture.save(figure, prefix)
+
+
+def _draw_operation(rows: Sequence[Row], prefix: Path | str) -> list[Path]:
+    """The speed on each problem of an operation: GB/s if all rows are memory-bound, else TFLOP/s."""
+    styles, problems = _styles(rows), [*by_problem(rows)]
+    unit = unit_of(rows)
+    field, ceiling = ("gbps", "ceiling_gbps") if unit == GBPS_OF_ALL else ("tflops", "ceiling_tflops")
+    with picture.figure(10, 4.4, style=_STYLE) as figure:
+        axis = figure.subplots()
+        for label, line in _by_label(rows, len({row["dtype"] for row in rows})).items():
+            points = sorted((problems.index(problem_of(row)), row[field] or 0.0) for row in line)
+            axis.plot([n for n, _ in points], [speed for _, speed in points], label=label, **styles[label])
+        if tops := [row[ceiling] for row in rows if row.get(ceiling)]:
+            name = "copy" if field == "gbps" else "matrix product"
+            top = statistics.median(tops)
+            axis.axhline(top, color="#999999", linestyle=(0, (5, 3)), linewidth=1, label=f"{name}, {top:.0f}")
+        axis.set_xticks(range(len(problems)), [str(p).replace(" ", "\n") for p in problems], fontsize=7)
+        axis.set_ylabel(unit)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
+        figure.suptitle(f"{rows[0]['operation']}  ·  {rows[0].get('device') or ''}", x=0.01, ha="left", fontsize=9)
         return picture.save(figure, prefix)
 
 

@@ -70,13 +70,15 @@ def _broken(name: str) -> str:
     return name.replace(" : ", "\n: ").replace("-", "-\n", 1).replace("fwd_", "fwd_\n", 1).replace(" BLOCK", "\nBLOCK")
 
 
-GBPS = "GB/s of keys"
+GBPS, GBPS_OF_ALL = "GB/s of keys", "GB/s"
 
 
 def unit_of(rows: Sequence[Row]) -> str:
     """The unit of speed for these rows."""
     timed = [row for row in rows if row["ms"]]
-    return GBPS if timed and all(row.get("gbps") for row in timed) else "TFLOP/s"
+    if not timed or not all(row.get("gbps") for row in timed):
+        return "TFLOP/s"
+    return GBPS_OF_ALL if all("operation" in row for row in timed) else GBPS
 
 
 def _speed(row: Row | None, share: bool, unit: str) -> Text:
@@ -85,7 +87,7 @@ def _speed(row: Row | None, share: bool, unit: str) -> Text:
     if not row["ms"]:
         return Text("WRONG" if row["bound"] is not None else "FAIL", "bold red")
     percent = f" {row['percent_of_ceiling']:3.0f}%" if share and row["percent_of_ceiling"] else ""
-    speed = row["gbps"] if unit == GBPS else row["tflops"]
+    speed = row["gbps"] if unit in (GBPS, GBPS_OF_ALL) else row["tflops"]
     return Text.assemble(f"{speed:.1f}" if speed < 100 else f"{speed:.0f}", (percent, "dim"))
 
 
@@ -97,7 +99,7 @@ def _read_ceiling(there: Mapping[str, Row]) -> Text:
 
 def _caption(rows: Sequence[Row]) -> str:
     """Environment and mode, from the last row."""
-    last, reads = rows[-1], unit_of(rows) == GBPS
+    last, reads, moves = rows[-1], unit_of(rows) == GBPS, unit_of(rows) == GBPS_OF_ALL
     clocks = last.get("clocks") or {}
     parts = (
         last.get("device") or "",
@@ -110,20 +112,20 @@ def _caption(rows: Sequence[Row]) -> str:
         else "",
         f"1 GiB is read at {last['ceiling_read_gbps']:.0f} GB/s" if reads and last.get("ceiling_read_gbps") else "",
         f"% of a matrix product of {last['ceiling_tflops']:.0f} TFLOP/s"
-        if last.get("ceiling_tflops") and not reads
+        if last.get("ceiling_tflops") and not reads and not moves
         else "",
-        f"copy {last['ceiling_gbps']:.0f} GB/s" if last.get("ceiling_gbps") else "",
+        f"{'% of a copy at' if moves else 'copy'} {last['ceiling_gbps']:.0f} GB/s" if last.get("ceiling_gbps") else "",
     )
     return "; ".join(filter(None, parts))
 
 
 def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float, int]]]:
-    """{contender: {D: (geometric mean of its speed relative to the peer, problems timed)}}."""
+    """{contender: {D (0 for an operation): (geometric mean of its speed relative to the peer, problems timed)}}."""
     found: dict[str, dict[int, list[float]]] = {}
     for problem, there in by_problem(rows).items():
         for name, row in there.items():
             if ratio := _ratio(row, there.get(against)):
-                found.setdefault(name, {}).setdefault(problem.D, []).append(ratio)
+                found.setdefault(name, {}).setdefault(dict(problem.head_dims).get("D", 0), []).append(ratio)
     return {
         name: {D: (statistics.geometric_mean(values), len(values)) for D, values in sorted(widths.items())}
         for name, widths in found.items()
@@ -136,7 +138,7 @@ def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
     for name, widths in ratios(rows, against).items() if against else ():
         if name not in kernels:
             continue
-        means = ", ".join(f"D{D} {times(mean)}" for D, (mean, _) in widths.items())
+        means = ", ".join(f"D{D} {times(mean)}" if D else times(mean) for D, (mean, _) in widths.items())
         count = sum(n for _, n in widths.values())
         yield Text.assemble((name, "bold"), f" : {against}, geometric mean of {count} problems: {means}")
     reasons: dict[tuple[str, str], list[Row]] = {}

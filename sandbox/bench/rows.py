@@ -12,11 +12,13 @@ from typing import Any
 
 from ..core import jsonl
 from ..core.errors import UnsupportedProblem
+from ..core.operation import problem_from_json
 from ..core.problem import Problem
 from .decode import is_memory_bound, kv_bytes
 from .timing import Timing
 
 _FIELDS = tuple(f.name for f in fields(Problem) if f.name not in ("alignment", "mappable"))  # in a row
+_OF_OPERATIONS = ("operation", "sizes")  # in a row of an operation's problem
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,26 @@ class Row:
     timing: Timing | None = None
     computes: str = "forward"
     pairs: int | None = None  # visible (query, key) pairs, if the problem alone does not determine them
+    work: tuple[int, int] | None = None  # of an operation: floating-point operations (0: unknown), bytes
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tflops(self) -> float | None:
         """By the usual convention: half of the operations for causal, 2.5 times as many for a backward. With a window,
         a mask or key_lengths, only the visible pairs count."""
-        return self.problem.flops_of(self.computes, self.pairs) / self.timing.median * 1e-12 if self.timing else None
+        if not self.timing:
+            return None
+        flops = self.work[0] if self.work else self.problem.flops_of(self.computes, self.pairs)
+        return flops / self.timing.median * 1e-12
 
     @property
     def gbps(self) -> float | None:
-        """GB/s of keys and values, for a memory-bound forward."""
+        """GB/s of keys and values, for a memory-bound forward; of an operation, of all bytes that it must move, if they
+        take longer than its operations."""
+        if self.work and self.timing:
+            flops, nbytes = (n / self.timing.median for n in self.work)
+            rates = [self.setting.get(name) or 1.0 for name in ("ceiling_tflops", "ceiling_gbps")]
+            return nbytes * 1e-9 if nbytes * 1e-9 / rates[1] > flops * 1e-12 / rates[0] else None
         if not self.timing or not is_memory_bound(self.problem, self.computes):
             return None
         return kv_bytes(self.problem, self.pairs) / self.timing.median * 1e-9
@@ -59,7 +70,8 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """A flat dictionary, times in milliseconds. NaN and infinity, which JSON does not have, become None."""
         t, tflops, gbps = self.timing, self.tflops, self.gbps
-        reached, ceiling = (gbps, "ceiling_keys_gbps") if gbps else (tflops, "ceiling_tflops")
+        of_bytes = "ceiling_gbps" if self.work else "ceiling_keys_gbps"
+        reached, ceiling = (gbps, of_bytes) if gbps else (tflops, "ceiling_tflops")
         top = self.setting.get(ceiling)
         row = {
             "contender": self.contender,
@@ -68,7 +80,7 @@ class Row:
             "tile": self.tile,
             "arch": self.arch,
             "computes": self.computes,
-            **{name: x for name, x in self.problem.as_json().items() if name in _FIELDS},
+            **{name: x for name, x in self.problem.as_json().items() if name in (*_FIELDS, *_OF_OPERATIONS)},
             "ok": self.ok,
             "message": self.message,
             "ms": t and t.median * 1e3,
@@ -129,7 +141,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def problem_of(row: Mapping[str, Any]) -> Problem:
     """The problem of a row."""
-    return Problem.from_json({name: row[name] for name in _FIELDS if name in row})
+    return problem_from_json({name: row[name] for name in (*_FIELDS, *_OF_OPERATIONS) if name in row})
 
 
 def by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[Problem, dict[str, Mapping[str, Any]]]:

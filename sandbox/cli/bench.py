@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..bench import benchmark, peers, plot
+from ..bench import benchmark, operations, peers, plot
 from ..bench import report as bench_report
+from ..bench.peers import Contender
+from ..bench.rows import problem_of as problem_of_row
 from ..bench.rows import read_rows, recorded
 from ..bench.timing import Limits
 from ..core.errors import SandboxError
+from ..core.kernel import Kernel
 from ..core.tile import Tile
 from ..pages import reports
+from ..verify.suite import suite_of
 from .group import cli
 from .options import (
     OutputPath,
@@ -26,7 +31,7 @@ from .options import (
     html_option,
     json_option,
     kernels_argument,
-    problem_of,
+    problem_for,
     score_options,
     shape_option,
 )
@@ -48,7 +53,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen
     "names",
     default=",".join(peers.DEFAULT),
     show_default=True,
-    help="Other implementations to time (peers). Also: flex, triton, varlen, a Python file, none.",
+    help="Other implementations to time (peers). Also: flex, triton, varlen, a Python file, none. Of an operation: those "
+    "of its spec.",
 )
 @click.option("--backward", is_flag=True, help="Time the backward; that of peers through autograd.")
 @click.option("--against", help="Peer for the ratio column. Default: the first one with a time.")
@@ -89,24 +95,36 @@ def bench_(
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file with the earlier rows")
     computes = "backward" if backward else "forward"
-    rows, stopped = [row for row in read_rows(show) if row["computes"] == computes] if show else [], None
+    shown = read_rows(show) if show else []
+    rows, stopped = [row for row in shown if row["computes"] == computes or "operation" in row], None
     if not show:
-        problems = [problem_of(s, dtype, causal, scored) for s in shapes]
-        problems += benchmark.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]
-        others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
-        if against and against not in (peer.name for peer in others):
-            names = ", ".join(peer.name for peer in others) or "none"
+        others: list[Contender] = []
+        if custom := bool(chosen and chosen[0].custom):
+            problems = _operation_problems(chosen, grid, shapes, dtype, causal, scored)
+            contenders = operations.contenders_of(chosen, parsed, _operation_peers(names))
+            computes = chosen[0].operation.name
+        else:
+            problems = [problem_for(chosen, s, dtype, causal, scored) for s in shapes]
+            problems += benchmark.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
+            others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
+            contenders = [*benchmark.kernel_contenders(chosen, parsed), *others]
+        known = [c.name for c in contenders if not c.kernel]
+        if against and against not in known:
+            names = ", ".join(known) or "none"
             raise click.BadParameter(f"{against} is not among the peers of this run: {names}", param_hint="--against")
         if resume and out:
             rows = benchmark.matching_rows(read_rows(out), problems, mode, computes=computes)
-            problems = benchmark.unmeasured(rows, problems, [*benchmark.kernel_contenders(chosen, parsed), *others])
-        limits = Limits(seconds=seconds)
-        found = benchmark.run(chosen, problems, others, tiles=parsed, computes=computes, mode=mode, limits=limits)
-        total = len(problems) * (len(chosen) * max(1, len(parsed)) + len(others))
+            problems = benchmark.unmeasured(rows, problems, contenders)
+        how: dict[str, Any] = {"mode": mode, "limits": Limits(seconds=seconds)}
+        if custom:
+            found = operations.run(chosen, problems, contenders, **how)
+        else:
+            found = benchmark.run(chosen, problems, others, tiles=parsed, computes=computes, **how)
+        total = len(problems) * len(contenders)
         try:
-            rows.extend(followed(recorded(found, out), lambda r: f"S{r['Sq']} D{r['D']} {r['contender']}", total))
+            rows.extend(followed(recorded(found, out), lambda r: f"{problem_of_row(r)} {r['contender']}", total))
         except (KeyboardInterrupt, SandboxError) as error:
             stopped = error
     _show_rows(rows, against, prefix, as_json)
@@ -119,6 +137,23 @@ def bench_(
     ours = [r["ok"] for r in rows if r["kind"] == "kernel"] or [r["ok"] for r in rows]
     wrong = stopped or any(r["ok"] is False for r in rows)
     sys.exit(0 if show else 1 if wrong else exit_status(ours))
+
+
+def _operation_problems(
+    kernels: Sequence[Kernel], grid: str | None, shapes: Sequence[str], dtype: str, causal: str | None, scored: Scored
+) -> list[Any]:
+    """The problems of an operation: those of --shape, or of its spec."""
+    if grid:
+        raise click.UsageError(f"--grid has problems of attention: {kernels[0].name} computes another operation")
+    if shapes:
+        return [problem_for(kernels, shape, dtype, causal, scored) for shape in shapes]
+    return [case.problem for case in suite_of(kernels[0]).named_cases(kernels[0], small=False)]
+
+
+def _operation_peers(names: str) -> list[str] | None:
+    """The peers that --peers names; None if it is not on the command line."""
+    given = click.get_current_context().get_parameter_source("names") is click.core.ParameterSource.COMMANDLINE
+    return [name.strip() for name in names.split(",") if name != "none"] if given else None
 
 
 def _show_rows(rows: list[dict[str, Any]], against: str | None, prefix: Path | None, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from ..core.tile import Tile
 from ..disassembly import sweep as sweeping
 from ..disassembly.costs import Cost, compiled_table
 from ..engine import choose, pipeline, spills
+from ..launch.dlpack import HOST
 from ..toolchain import arch as architectures
 from .group import cli
 from .options import (
@@ -27,8 +28,9 @@ from .options import (
     json_option,
     kernels_argument,
     numbers,
+    of_attention,
     parsed_tile,
-    problem_of,
+    problem_or_default,
     score_options,
     shape_option,
     tile_option,
@@ -68,14 +70,17 @@ def compile_(
         return
     given_without("--sweep", "jobs")
     targets = targets or [pipeline.DEFAULT_ARCH]
-    shapes = shapes or tuple(f"1,1,1,{D}" for D in head_dims)
-    problems = [problem_of(shape, dtype, causal, scored) for shape in shapes]
-    wanted = parsed_tile(tile)
+    chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
+    if shapes and not kernels:
+        chosen = of_attention(chosen)
+    default = tuple(f"1,1,1,{D}" for D in head_dims)
     tried = [
         (kernel, target, problem, t)
-        for kernel, target, problem in itertools.product(chosen_kernels(kernels), targets, problems)
+        for kernel, target in itertools.product(chosen, targets)
+        for problem in [problem_or_default(kernel, s, dtype, causal, scored, HOST)
+                        for s in shapes or (default[:1] if kernel.custom else default)]
         for t in ((wanted,) if wanted else kernel.tiles)
-    ]
+    ]  # fmt: skip
     found = itertools.chain.from_iterable(itertools.starmap(_costs, tried))
     costs = list(followed(found, lambda c: f"{c.kernel} {c.problem.variant}"))
     if as_json:

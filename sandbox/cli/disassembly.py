@@ -26,7 +26,7 @@ from .options import (
     html_option,
     json_option,
     parsed_tile,
-    problem_of,
+    problem_or_default,
     score_options,
     shape_option,
     tile_option,
@@ -55,8 +55,8 @@ def _command(language: str, doc: str) -> None:
     ) -> None:  # fmt: skip
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
         first = quick_cases(spec, pick_device(None))[0].problem
-        if shape or D:
-            problem = problem_of(shape or f"1,1,1,{D}", dtype, causal, scored)
+        if shape or D or spec.custom:
+            problem = problem_or_default(spec, shape or f"1,1,1,{D}", dtype, causal, scored, pick_device(None))
         else:
             problem = dataclasses.replace(first, dtype=dtype, causal=normalise_causal(causal or False))
         read = functools.partial(listing.translate, language=language, problem=problem, arch=arch)

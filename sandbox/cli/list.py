@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..core import registry
 from ..core.kernel import Arch, Kernel
+from ..core.operation import Operation
 from ..engine import choose
 from ..launch.dlpack import HOST
 from ..launch.driver import device
@@ -59,7 +60,8 @@ def list_(
         kernels = registry.kernels().values()
         if as_json:
             fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default")
-            print_json([{f: getattr(k, f) for f in fields} | {"tiles": [dict(t) for t in k.tiles]} for k in kernels])
+            more = [{"computes": k.operation.name, "tiles": [dict(t) for t in k.tiles]} for k in kernels]
+            print_json([{f: getattr(k, f) for f in fields} | own for k, own in zip(kernels, more, strict=True)])
         else:
             screen().print(_ladder_table(kernels))
         return
@@ -79,7 +81,7 @@ def _row(candidate: choose.Candidate) -> dict[str, object]:
     tile = dict(candidate.tile) if candidate.tile else None
     return {
         "kernel": candidate.kernel.name,
-        "computes": candidate.kernel.computes,
+        "computes": candidate.kernel.operation.name,
         "tile": tile,
         "reason": candidate.reason,
     }
@@ -97,7 +99,11 @@ def _ladder_table(kernels: Iterable[Kernel]) -> Table:
     shown = table("kernel", "rung", "dtypes", "D", "arch", "idea")
     for k in kernels:
         arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a runs on that architecture only
-        shown.add_row(k.name, str(k.rung), " ".join(k.dtypes), f"<= {k.max_D}", arch, k.summary)
+        rung, sizes = (str(k.rung), f"<= {k.max_D}") if k.rung else ("", "")
+        idea = k.summary or (k.operation.name if k.operation.name != k.name else "")
+        if isinstance(k.computes, Operation):
+            sizes = ",".join(k.computes.dims)
+        shown.add_row(k.name, rung, " ".join(k.dtypes), sizes, arch, idea)
     return shown
 
 

@@ -18,6 +18,7 @@ from ..core.options import SHOWN
 from ..core.problem import Problem
 from ..core.score import Score
 from ..core.tile import Tile
+from ..launch.dlpack import Device
 from ..verify.suite import suite_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -69,9 +70,26 @@ def entry_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
     return [name for name in entries if name.startswith(incomplete)]
 
 
-kernels_argument = click.argument("kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names)
-kernel_argument = click.argument("kernel", shell_complete=kernel_names)
-entry_argument = click.argument("kernel", shell_complete=entry_names)
+def _named(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Kernel names; the path of a `.cu` outside of the project is replaced by the kernel's name."""
+    if isinstance(value, tuple):
+        return tuple(_named(ctx, param, one) for one in value)
+    if not value.endswith(".cu"):
+        return value
+    path = Path(value).resolve()
+    if not path.is_file() or not path.with_suffix(".py").is_file():
+        missing = path if not path.is_file() else path.with_suffix(".py")
+        raise click.BadParameter(f"{missing} does not exist: a kernel is a .cu with its spec, a .py, beside it")
+    registry.add(path.parent)
+    own = [name for name, kernel in registry.kernels().items() if kernel.source == path]
+    return path.stem if path.stem in own or not own else own[0]
+
+
+kernels_argument = click.argument(
+    "kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names, callback=_named
+)
+kernel_argument = click.argument("kernel", shell_complete=kernel_names, callback=_named)
+entry_argument = click.argument("kernel", shell_complete=entry_names, callback=_named)
 tile_option = click.option(
     "--tile", help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Default: chosen from the kernel's spec."
 )
@@ -141,9 +159,22 @@ def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str |
     options = [f"--{name}" for name, value in (("causal", causal), *scored.items()) if value]
     if options:
         raise click.UsageError(f"{options[0]} is an option of attention: {custom[0].name} computes {names.pop()}")
-    source = click.get_current_context().get_parameter_source("dtype")
-    chosen = dtype if source is click.core.ParameterSource.COMMANDLINE else ""
-    return suite_of(custom[0]).problem(custom[0], shape, chosen)
+    return suite_of(custom[0]).problem(custom[0], shape, dtype if _on_command_line("dtype") else "")
+
+
+def problem_or_default(
+    kernel: Kernel, shape: str, dtype: str, causal: str | None, scored: Scored, device: Device
+) -> Problem:
+    """`problem_for`. Without --shape on the command line, an operation's kernel has the first problem of `watch`."""
+    if not kernel.custom or _on_command_line("shape") or _on_command_line("shapes"):
+        return problem_for([kernel], shape, dtype, causal, scored)
+    first = suite_of(kernel).quick_cases(kernel, device)[0].problem
+    return dataclasses.replace(first, dtype=dtype) if _on_command_line("dtype") else first
+
+
+def _on_command_line(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
 
 
 def of_attention(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -28,7 +28,7 @@ from .options import (
     html_option,
     json_option,
     parsed_tile,
-    problem_of,
+    problem_or_default,
     score_options,
     shape_option,
     tile_option,
@@ -75,10 +75,10 @@ def profile_(
     Prints time, tensor-core use, memory traffic compared with the IO model, and stalls by source line. The Nsight
     report is stored, and also its pages as text, which --show reads without Nsight and without a GPU.
     """
-    registry.entry_owner(kernel)  # raises UnknownKernel
+    spec = registry.entry_owner(kernel)  # raises UnknownKernel
     prefixes, commands = list(shown), []
     if not shown:
-        problem = problem_of(shape, dtype, causal, scored)
+        problem = problem_or_default(spec, shape, dtype, causal, scored, ("cuda", 0))
         for reference in compare or (tile,):
             version = reference if reference and "=" not in reference else ""
             subject = _subject(kernel, problem, None if version else reference, version, dry_run)

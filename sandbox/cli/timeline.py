@@ -24,7 +24,7 @@ from .options import (
     kernel_argument,
     numbers,
     parsed_tile,
-    problem_of,
+    problem_or_default,
     score_options,
     shape_option,
     tile_option,
@@ -57,7 +57,8 @@ def timeline_(
     A step begins at a mark TIMELINE(name) in the kernel. Only this command compiles the marks in. Ticks are
     cycles on a GPU; on the CPU backend they show the order of the threads, not time.
     """
-    spec, problem, device = registry.get(kernel), problem_of(shape, dtype, causal, scored), pick_device(backend)
+    spec, device = registry.get(kernel), pick_device(backend)
+    problem = problem_or_default(spec, shape, dtype, causal, scored, device)
     chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
     wanted = numbers(blocks, "--blocks", "0,1") if blocks else None
     window = numbers(between, "--between", "0,20000") if between else None

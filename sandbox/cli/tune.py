@@ -24,7 +24,7 @@ from .options import (
     json_option,
     kernel_argument,
     numbers,
-    problem_of,
+    problem_for,
     score_options,
     shape_option,
 )
@@ -68,9 +68,11 @@ def tune_(
     ordinals = numbers(gpus, "--gpus", "0,1") if gpus else ()
     if gpus and cluster:
         raise click.UsageError("--gpus and --dask cannot be combined: one selects local GPUs, the other remote ones")
-    problems = [problem_of(s, dtype, causal, scored) for s in shapes]
-    problems += benchmark.GRIDS[grid](dtype) if grid else []
     spec, fixed = registry.get(kernel), dict(Tile.parse(fix)) if fix else {}
+    if grid and spec.custom:
+        raise click.UsageError(f"--grid has problems of attention: {spec.name} computes another operation")
+    problems = [problem_for([spec], s, dtype, causal, scored) for s in shapes]
+    problems += benchmark.GRIDS[grid](dtype) if grid else []
     searches = []
     with executors.make_executor(spec, backend, ordinals, cluster) as executor:
         for number, problem in enumerate(problems):

@@ -122,7 +122,8 @@ def _in_history(kernel: Kernel, number: int) -> Kernel:
 
 
 def _at_revision(kernel: Kernel, revision: str) -> Kernel:
-    root = registry.FOLDER.parent
+    root = registry.root(kernel)
+    within = str(kernel.source.parent.relative_to(root))
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").decode().strip()
     if not commit:
         raise UnsupportedProblem(
@@ -130,7 +131,7 @@ def _at_revision(kernel: Kernel, revision: str) -> Kernel:
         )
 
     def write(folder: Path) -> None:
-        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit, registry.FOLDER.name))) as tar:
+        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit, within))) as tar:
             tar.extractall(folder, filter="data")
 
     return _unpacked(kernel, commit, write, f"revision {revision}")
@@ -145,7 +146,7 @@ def _unpacked(kernel: Kernel, key: str, write: Callable[[Path], None], called: s
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as staging:
             write(Path(staging) / "revision")
             Path(staging, "revision").rename(folder)
-    spec = folder / registry.FOLDER.name / f"{kernel.source.stem}.py"
+    spec = folder / kernel.source.with_suffix(".py").relative_to(registry.root(kernel))
     found = names_of(spec) if spec.is_file() else {}
     for old in (*found.get("kernels", ()), found.get("kernel")):
         if isinstance(old, Kernel) and old.name == kernel.name:

@@ -30,7 +30,8 @@ def bench(rows: Sequence[Mapping[str, Any]], against: str | None) -> str:
     caption = str(table.caption or "")
     sections = [Section("Speed", of_terminal(table, "TFLOP/s of each implementation"), notes)]
     if picture := drawn(lambda prefix: bench_plot.draw(rows, prefix)):
-        sections.append(Section("Against sequence length", picture=picture, described="plot of the table above"))
+        heading = "By problem" if "operation" in rows[0] else "Against sequence length"
+        sections.append(Section(heading, picture=picture, described="plot of the table above"))
     return page("bench", [caption], sections)
 
 

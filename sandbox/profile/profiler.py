@@ -23,6 +23,7 @@ from ..bench import environment
 from ..core import process, registry
 from ..core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
+from ..core.operation import Operation, problem_from_json
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..disassembly import listing
@@ -32,7 +33,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import disassembly, tools
 from ..toolchain.nvrtc import Resources
 from . import ncu
-from .work import Work, work_of
+from .work import Work, work_of, work_of_operation
 
 TOOLS = ("ncu", "nsys")
 _COUNTERS = (
@@ -78,7 +79,7 @@ class Subject:
         """Read from JSON text."""
         read = json.loads(text)
         fields = {field.name: read[field.name] for field in dataclasses.fields(cls)}
-        return cls(**fields | {"problem": Problem.from_json(read["problem"]), "tile": Tile(**read["tile"])})
+        return cls(**fields | {"problem": problem_from_json(read["problem"]), "tile": Tile(**read["tile"])})
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ class Profile:
     def work(self) -> Work:
         """Operations of the launch, and its bytes: the minimum and the IO model's."""
         s = self.subject
-        return work_of(registry.entry_owner(s.entry).entry(s.entry), s.problem, s.tile)
+        kernel = registry.entry_owner(s.entry)
+        if isinstance(kernel.computes, Operation):
+            return work_of_operation(kernel.computes, kernel.entry(s.entry), s.problem)
+        return work_of(kernel.entry(s.entry), s.problem, s.tile)
 
 
 def subject(entry: str, problem: Problem, tile: Tile | None, version: str = "") -> Subject:

@@ -6,7 +6,9 @@ The kernel is compiled, launched a few times for warm-up, and launched again bet
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from ..launch import dlpack, driver
 from ..verify import trial
 from ..verify.cases import Case, make_inputs
 from ..verify.scores import score_inputs
+from ..verify.suite import suite_of
 from .profiler import Subject
 
 _WARM, _PROFILED = 3, 10  # launches; ncu profiles the first of the second group
@@ -26,7 +29,7 @@ def launch(subject: Subject) -> None:
     """Warm-up and profiled launches with random inputs on GPU 0; in an NVTX range if nvtx is installed."""
     p, device = subject.problem, ("cuda", 0)
     kernel, staged = subject.spec(), _tensors(subject)
-    if kernel.computes != "forward":  # O and LSE as in actual use
+    if "LSE" in kernel.operation.reads and not kernel.custom:  # O and LSE as in actual use
         forward = choose_kernel(p, "forward", driver.device().arch)
         first = pipeline.prepare(forward, pipeline.tile_on(device, forward, p), p, staged, device)
         first.launch(first.pointers(staged))
@@ -44,14 +47,21 @@ def launch(subject: Subject) -> None:
 def _tensors(subject: Subject) -> dict[str, Staged]:
     """The tensors of the kernel and of a forward on the GPU: q, k, v and dO random, the others uninitialised."""
     kernel, p = subject.spec(), subject.problem
+    if kernel.custom:
+        return _staged(suite_of(kernel).inputs(Case("profile", p, layout="contiguous")), {}, subject)
     q, k, v = make_inputs(Case("profile", p))
     out = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
     out = out.astype(dlpack.numpy_dtype(p.dtype_of("O")))
     given = {"Q": q, "K": k, "V": v, "dO": out, **score_inputs(p)}
     made = {"O": out, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
-    for name, (shape, dtype) in trial.outputs_and_scratch(kernel, p, subject.tile).items():
+    return _staged(given, made, subject)
+
+
+def _staged(given: Mapping[str, Any], made: dict[str, Any], subject: Subject) -> dict[str, Staged]:
+    """The inputs `given`, copied to the GPU, and memory like `made`, for the outputs and for scratch."""
+    for name, (shape, dtype) in trial.outputs_and_scratch(subject.spec(), subject.problem, subject.tile).items():
         made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
-    staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in (given | made).items()}
+    staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in {**given, **made}.items()}
     for name in given:
         staged[name].send()
     return staged

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..core import registry
 from ..core.dtypes import ITEMSIZE
 from ..core.kernel import Entry
+from ..core.operation import Operation
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..reference import HbmBytes, hbm_bytes
@@ -81,6 +83,15 @@ def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
     written = parts or results
     model = HbmBytes({"Q": blocks * q // max(p.batches, 1), "K": tiles * k, "V": tiles * v}, written)
     return Work(p.flops, HbmBytes({"Q": q, "K": k, "V": v}, written), model)
+
+
+def work_of_operation(operation: Operation, entry: Entry, problem: Any) -> Work:
+    """The work of one launch of an operation's entry, as its spec declares it: every tensor in its `args` once."""
+    read = {n: t.nbytes(problem) for n, t in operation.inputs.items()}
+    written = {n: t.nbytes(problem) for n, t in operation.outputs.items()}
+    named = {name.removesuffix("_map") for name in entry.args}
+    declared = HbmBytes({n: b for n, b in read.items() if n in named}, {n: b for n, b in written.items() if n in named})
+    return Work(operation.flops_of(problem), declared, declared)
 
 
 def _once(p: Problem, read: tuple[str, ...], written: tuple[str, ...]) -> HbmBytes:

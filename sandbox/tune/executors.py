@@ -11,14 +11,16 @@ import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from ..bench import benchmark, environment
+from ..bench import benchmark, environment, operations
+from ..bench.benchmark import Expectation
 from ..bench.inputs import make_bench_inputs
+from ..bench.peers import Ready
 from ..bench.timing import Events, Limits, Timing, measure
 from ..core import registry
 from ..core.errors import (
@@ -230,14 +232,32 @@ def _inputs_on_gpu(problem: Problem, computes: str) -> tuple[Any, Any, Events]:
     return (inputs, option_tensors), benchmark.expectation(problem, inputs, computes, **option_tensors), Events()
 
 
+@lru_cache(maxsize=1)
+def _operation_on_gpu(problem: Problem, kernel: Kernel) -> tuple[operations.Bench, Events]:
+    return operations.Bench(kernel, problem), Events()
+
+
+def _contenders_on_gpu(
+    kernel: Kernel, problem: Problem, tiles: tuple[Tile, ...]
+) -> tuple[dict[Tile, Callable[[], Ready]], Expectation, Events]:
+    """How to prepare each tile, the expected results, and the stopwatch."""
+    if kernel.custom:
+        bench, stopwatch = _operation_on_gpu(problem, kernel)
+        return {tile: partial(bench.prepare, tile) for tile in tiles}, bench.expected, stopwatch
+    (inputs, option_tensors), expected, stopwatch = _inputs_on_gpu(problem, kernel.operation.name)
+    contenders = dict(zip(tiles, benchmark.kernel_contenders([kernel], tiles), strict=True))
+    prepares: dict[Tile, Callable[[], Ready]] = {}
+    prepares |= {t: partial(c.prepare, problem, *inputs, **option_tensors) for t, c in contenders.items()}
+    return prepares, expected, stopwatch
+
+
 def measure_on_gpu(kernel: str, problem: Problem, tiles: tuple[Tile, ...], samples: int) -> list[Measured]:
     """Checks each tile, and times the correct ones in turns, after L2 flushes, on the only visible GPU."""
-    (inputs, option_tensors), expected, stopwatch = _inputs_on_gpu(problem, registry.get(kernel).computes)
-    contenders = dict(zip(tiles, benchmark.kernel_contenders([registry.get(kernel)], tiles), strict=True))
+    prepares, expected, stopwatch = _contenders_on_gpu(registry.get(kernel), problem, tiles)
     timed, wrong = {}, {}
-    for tile, contender in contenders.items():
+    for tile, prepare in prepares.items():
         try:
-            ready = contender.prepare(problem, *inputs, **option_tensors)
+            ready = prepare()
             verdict = expected.check(ready.poison, ready.launch)
         except UnsupportedProblem as reason:
             wrong[tile] = str(reason)

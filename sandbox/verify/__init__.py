@@ -6,6 +6,7 @@ __all__ = [
     "error_map",
     "findings",
     "isolated",
+    "references",
     "report",
     "sampled",
     "sanitize",

@@ -46,7 +46,7 @@ class Version:
 def read_texts(kernel: Kernel) -> Texts | None:
     """The current `.cu`, its spec and every project header that it includes. None if `.cu` or spec is missing, as
     during an editor's save, or cannot be read (see `unreadable`)."""
-    project = registry.FOLDER.parent
+    project = registry.root(kernel)
     try:
         files, _ = sources.included_files(kernel.source, (nvrtc.INCLUDE_DIR,))
         own = [path for path in (kernel.source.with_suffix(".py"), *files) if path.is_relative_to(project)]
@@ -73,7 +73,7 @@ class History:
 
     def __init__(self, kernel: Kernel, folder: Path | None = None):
         self.kernel = kernel
-        self.path = (folder or registry.FOLDER.parent / ".sandbox" / "history") / f"{kernel.name}.jsonl"
+        self.path = (folder or registry.root(kernel) / ".sandbox" / "history") / f"{kernel.name}.jsonl"
 
     def versions(self) -> list[Version]:
         """All versions, oldest first."""
@@ -134,10 +134,10 @@ class History:
         keep = None
         if not any(version.texts == current for version in self.versions()):
             keep = self.append(current, stage="replaced", message=f"what version {number} replaced")
-        own = {str(path.relative_to(registry.FOLDER.parent)) for path in _own_files(self.kernel)}
+        own = {str(path.relative_to(registry.root(self.kernel))) for path in _own_files(self.kernel)}
         for path in own & {*wanted.texts}:
             if current.get(path) != wanted.texts[path]:
-                _replace(registry.FOLDER.parent / path, wanted.texts[path])
+                _replace(registry.root(self.kernel) / path, wanted.texts[path])
         return keep, sorted(p for p in wanted.texts if p not in own and current.get(p) != wanted.texts[p])
 
 
@@ -174,7 +174,7 @@ def _own_files(kernel: Kernel) -> tuple[Path, Path]:
 
 
 def _what_is_there(kernel: Kernel) -> Texts:
-    project = registry.FOLDER.parent
+    project = registry.root(kernel)
     return {str(p.relative_to(project)): _read(p) for p in _own_files(kernel) if p.is_file()}
 
 

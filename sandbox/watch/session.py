@@ -47,7 +47,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
     """
     history = History(kernel)
     with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
-        saved_again = iter(()) if once else saves(registry.FOLDER)  # created now, so that no save is missed
+        saved_again = iter(()) if once else saves(kernel.source.parent)  # created now, so that no save is missed
         seen: Texts | str | None = None  # the latest texts, or the reason why they could not be read
         while True:
             texts = read_texts(kernel)
@@ -55,7 +55,7 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
                 seen = reason
                 yield Iteration(0, kernel.name, VersionResult("spec", reason), {}, 0.0)
             if texts is not None and texts != seen:
-                saved = _saved_at(texts) if seen is not None else time.time()
+                saved = _saved_at(kernel, texts) if seen is not None else time.time()
                 seen = texts
                 yield None
                 found = _examined(worker, job)
@@ -131,9 +131,9 @@ def _rank(version: Version) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _saved_at(texts: Texts) -> float:
+def _saved_at(kernel: Kernel, texts: Texts) -> float:
     """The newest modification time of the files; the current time if a file is missing."""
     try:
-        return max((registry.FOLDER.parent / name).stat().st_mtime for name in texts)
+        return max((registry.root(kernel) / name).stat().st_mtime for name in texts)
     except OSError:
         return time.time()
