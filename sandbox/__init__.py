@@ -32,6 +32,7 @@ from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
+    from .api.call import call
     from .api.torch_slot import use_in_torch
     from .core.kernel import Kernel
     from .core.registry import kernels
@@ -50,6 +51,7 @@ Score.on_host = _evaluate
 _LATER = {
     "Kernel": ".core.kernel",
     "Tile": ".core.tile",
+    "call": ".api.call",
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",
     "reference": ".reference",
@@ -77,6 +79,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "block_map",
+    "call",
     "compile",
     "kernels",
     "reference",

@@ -153,9 +153,19 @@ def entry_owner(name: str) -> Kernel:
     return owners[name]
 
 
+_generation = 0
+
+
+def generation() -> int:
+    """How often `forget` was called: what was made of a kernel in an earlier generation is out of date."""
+    return _generation
+
+
 def forget() -> None:
     """Makes the next call read the specs again."""
+    global _generation  # noqa: PLW0603
     with _reading:
+        _generation += 1
         for name in [name for name in sys.modules if name.startswith("kernels_cu.")]:
             del sys.modules[name]
         importlib.invalidate_caches()

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import CompileError, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
 from ..core.normalise import normalise_causal
+from ..core.operation import Operation
 from ..core.problem import Problem
 from ..core.registry import entry_owner
 from ..core.score import BLOCK_MAP
@@ -269,13 +271,18 @@ def compile(
 ) -> Compiled:
     """Compile one kernel for one architecture and report its resource usage. Needs no GPU.
 
-    kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension. dtype: "float32",
+    kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension, causal: of
+    attention; the kernel of an operation is compiled for a problem with sizes of 1024. dtype: "float32",
     "float16" or "bfloat16". arch: such as "sm_90a"; default: that of the GPU, or sm_90a without a GPU.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
     owner = entry_owner(kernel) if isinstance(kernel, str) else kernel
-    problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
+    if isinstance(owner.computes, Operation):
+        own: Any = owner.computes.sized(dict.fromkeys(owner.computes.dims, 1024), dtype)
+        problem: Problem = own
+    else:
+        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
     target = arch or arch_here(owner)
     chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
     return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, problem, chosen, target)
