@@ -30,13 +30,14 @@ def new_experiment(name: str, as_json: bool) -> None:
 
 @new_.command("kernel")
 @click.argument("name")
-@click.option("--from", "source", default="fwd_minimal", show_default=True, shell_complete=kernel_names,
-              help="Kernel to copy.")  # fmt: skip
+@click.option("--like", "--from", "source", default="fwd_minimal", show_default=True, shell_complete=kernel_names,
+              help=f"Kernel to copy, or a template: {', '.join(new.TEMPLATE_NAMES)}.")  # fmt: skip
 @json_option
 def new_kernel(name: str, source: str, as_json: bool) -> None:
-    """Create kernels_cu/NAME.cu and NAME.py.
+    """Create NAME.cu and NAME.py.
 
-    They are copies of another kernel, which run unchanged. All commands and tests find them.
+    They are copies of another kernel, which run unchanged, in the folder that SANDBOX_KERNELS names; without it in
+    kernels_cu. All commands find them.
     """
     _say(new.kernel(name, source), as_json)
 

@@ -12,6 +12,7 @@ from ..core.errors import SpecError
 from ..core.score import CPP_KEYWORDS
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+TEMPLATE_NAMES = ("row_softmax", "rms_norm", "matmul")  # of kernels of other operations than attention
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _NUMBERED = re.compile(r"(\d{3})_\w+")
 
@@ -38,12 +39,30 @@ def experiment(name: str, root: Path | None = None) -> list[Path]:
 
 
 def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
-    """Copy the kernel `source` and its spec to `kernels_cu/NAME.cu` and NAME.py; returns the files.
+    """Copy the template or the kernel `source` to NAME.cu and its spec NAME.py, in the first folder that
+    SANDBOX_KERNELS names, else in `kernels_cu`; returns the files.
 
     `default=True` is removed from the copied spec, so that `attention` does not choose the new kernel by itself.
     Raises SpecError for an invalid name or one that is in use, UnknownKernel.
     """
     _check(name)
+    folder = (registry.folders()[1:] or [registry.FOLDER])[0]
+    files = [folder / f"{name}{suffix}" for suffix in (".cu", ".py")]
+    taken = [str(file) for file in files if file.exists()]
+    if taken or name in registry.kernels():
+        exist = "exist" if len(taken) > 1 else "exists"
+        raise SpecError(f"{' and '.join(taken) or name} already {exist}: choose another name")
+    texts = _template(source, name) if source in TEMPLATE_NAMES else _copied(source, name)
+    return _write(dict(zip(files, texts, strict=True)))
+
+
+def _template(source: str, name: str) -> list[str]:
+    texts = [(TEMPLATES / "kernel" / f"{source}{suffix}.txt").read_text() for suffix in (".cu", ".py")]
+    return [Template(text).substitute(name=name) for text in texts]
+
+
+def _copied(source: str, name: str) -> list[str]:
+    """The texts of a kernel's `.cu` and spec, with another name."""
     old = registry.get(source)
     stem = old.source.stem
     shared = [k.name for k in registry.kernels().values() if k.source == old.source and stem not in k.name]
@@ -51,14 +70,9 @@ def kernel(name: str, source: str = "fwd_minimal") -> list[Path]:
         raise SpecError(
             f"{old.source.name} also defines {', '.join(shared)}, which a copy would duplicate: copy it by hand"
         )
-    files = [registry.FOLDER / f"{name}{suffix}" for suffix in (".cu", ".py")]
-    taken = [str(file) for file in files if file.exists()]
-    if taken or name in registry.kernels():
-        exist = "exist" if len(taken) > 1 else "exists"
-        raise SpecError(f"{' and '.join(taken) or name} already {exist}: choose another name")
-    texts = [old.source.with_suffix(file.suffix).read_text() for file in files]
+    texts = [old.source.with_suffix(suffix).read_text() for suffix in (".cu", ".py")]
     texts = [re.sub(r"^ *default=True,.*\n", "", text, flags=re.MULTILINE) for text in texts]
-    return _write({file: re.sub(rf"\b{stem}", name, text) for file, text in zip(files, texts, strict=True)})
+    return [re.sub(rf"\b{stem}", name, text) for text in texts]
 
 
 def _check(name: str) -> None:
