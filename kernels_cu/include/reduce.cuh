@@ -2,7 +2,8 @@
 #pragma once
 #include "element.cuh"
 
-// The maximum, or sum, of x over the `width` adjacent lanes (a power of two) that share a row. All lanes get the result.
+// The maximum, or sum, of x over the `width` adjacent lanes (a power of two) that share a row. All lanes get the
+// result.
 template <int width>
 __device__ __forceinline__ float row_max(float x) {
     for (int lanes = width / 2; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
@@ -19,8 +20,8 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// The maximum, or sum, of x over a block of `threads` threads, a multiple of 32. All threads call it, and get the result.
-// `partial`: 32 floats of shared memory.
+// The maximum, or sum, of x over a block of `threads` threads, a multiple of 32. All threads call it, and get the
+// result. `partial`: 32 floats of shared memory.
 template <int threads>
 __device__ __forceinline__ float block_max(float x, float* partial) {
     static_assert(threads % 32 == 0, "a block has whole warps");

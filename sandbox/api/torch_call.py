@@ -9,7 +9,7 @@ import torch
 from ..core import registry
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.kernel import Kernel
-from .call import operation_of, run
+from .call_plan import operation_of, run
 
 
 def differentiable(name: str, inputs: tuple[Any, ...], tile: Any, backend: str | None) -> tuple[Any, ...]:

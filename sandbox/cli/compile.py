@@ -106,7 +106,7 @@ def _targets(kernels: tuple[str, ...], archs: tuple[str, ...]) -> list[str]:
 def _sweep(kernels: tuple[str, ...], targets: list[str], processes: int | None, as_json: bool) -> None:
     """Write the tables of spilled registers, and report the number of their rows."""
     alone("--sweep", "kernels", "archs", "sweep", "jobs", "as_json")
-    chosen = chosen_kernels(kernels)
+    chosen = of_attention(chosen_kernels(kernels))
     archs = [*dict.fromkeys(architectures.name_of(architectures.parse(target)) for target in targets)]
     total = sum(1 for kernel in chosen for _ in sweeping.jobs(kernel, archs or sweeping.ARCHS))
     results = sweeping.sweep(chosen, archs or sweeping.ARCHS, processes)
