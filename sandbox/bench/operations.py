@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.operation import Operation, OperationProblem
@@ -16,7 +18,7 @@ from ..engine import pipeline
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
 from ..launch.host import host_array
-from ..reference import max_error
+from ..reference import max_error, ulp
 from ..verify.cases import Case
 from ..verify.references import ReferenceOutput
 from ..verify.sampled import Verdict
@@ -28,21 +30,25 @@ from .peers import Contender, Ready
 from .rows import Row
 from .timing import Limits, Stopwatch
 
-_PEERS = 4.0  # factor of the bounds for peers, which may round intermediate results to the dtype
+_PEERS = 4.0  # factor of the bounds for peers
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """The outputs of the reference, all elements. `factor`: of the bounds."""
+    """The outputs of the reference, all elements. `peers`: with larger bounds, because an expression may round
+    intermediate results, and outputs that a kernel computes in fp32, to this dtype."""
 
     outputs: Mapping[str, ReferenceOutput]
-    factor: float = 1.0
+    peers: str = ""
 
     def check(self, poison: Callable[[], None], launch: Callable[[], tuple[Any, ...]]) -> Verdict:
         poison()
         verdicts = [Verdict(0.0, 0.0)]
         for (name, answer), got in zip(self.outputs.items(), launch(), strict=True):
-            error, bound = max_error(host_array(got.detach()), answer.values), self.factor * float(answer.bound)
+            error, bound = max_error(host_array(got.detach()), answer.values), float(answer.bound)
+            if self.peers and bound:
+                largest = abs(answer.values[np.isfinite(answer.values)]).max(initial=0)
+                bound = _PEERS * (bound + float(ulp(largest, self.peers)))
             message = "" if error <= bound else f"{name}: error {error:.3g} exceeds its bound {bound:.3g}"
             verdicts.append(Verdict(error, bound, message))
         return max(verdicts, key=lambda v: (bool(v.message), v.error / v.bound if v.bound else v.error))
@@ -105,7 +111,7 @@ def time_contenders(
     operation = kernel.operation
     assert isinstance(operation, Operation)
     bench = Bench(kernel, problem, device)
-    peers = replace(bench.expected, factor=_PEERS)
+    peers = replace(bench.expected, peers=problem.dtype)
     expected: list[Expectation] = [bench.expected if c.kernel else peers for c in contenders]
     entries = [
         benchmark.enter(c, problem, partial(c.prepare, problem, bench.inputs), which, stopwatch)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..core.operation import OperationProblem
 from ..core.problem import Problem
 from ..pages import render
 
@@ -76,7 +77,7 @@ def print_json_rows(rows: Iterable[T]) -> Iterator[T]:
 
 def plain(value: object) -> object:
     """The value as JSON types. NaN and infinity become null; fields with repr=False are omitted."""
-    if isinstance(value, Problem):  # omits absent options
+    if isinstance(value, (Problem, OperationProblem)):  # omits absent options
         return plain(value.as_json())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}

@@ -127,7 +127,9 @@ def sanitized_problems(operation: Operation, kernel: Kernel, tile: Tile) -> list
 
 
 def shipped_tiles(operation: Operation, kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, OperationProblem]]:
-    """The spec's best tile, with a small problem."""
+    """The spec's best tile, with a small problem; none if it is the smallest, which is examined anyway."""
+    if kernel.tiles[0] == min(kernel.tiles, key=lambda tile: math.prod(tile.values())):
+        return []
     return [(kernel.tiles[0], sanitized_problems(operation, kernel, kernel.tiles[0])[0])]
 
 

@@ -39,6 +39,23 @@ def test_a_new_kernel_works_unchanged(project_copy: Path) -> None:
     assert files[0].read_text() == before
 
 
+@pytest.mark.parametrize("template", new.TEMPLATE_NAMES)
+def test_a_template_works_unchanged_in_another_folder(template: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), registry.VARIABLE: str(tmp_path)}
+    how = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
+    command = (sys.executable, "-m", "sandbox")
+    made = subprocess.run((*command, "new", "kernel", "mine", "--like", template), check=True, **how)
+    assert made.stdout.split() == [str(tmp_path / "mine.cu"), str(tmp_path / "mine.py")]
+    texts = [(tmp_path / f"mine{suffix}").read_text() for suffix in (".cu", ".py")]
+    assert "$" not in "".join(texts)
+    assert len(texts[0].splitlines()) <= 90
+    assert f" {template}(" not in texts[0]
+    done = subprocess.run((*command, "run", "mine", "--shape", "9,16,24"[: 8 if template == "matmul" else 4],
+                           "--backend", "cpu", "--json"), check=True, **how)  # fmt: skip
+    (row,) = json.loads(done.stdout)
+    assert (row["kernel"], row["ok"]) == ("mine", True)
+
+
 def test_a_new_kernel_is_chosen_by_name_only(project_copy: Path) -> None:
     """`attention` and `list --shape` do not choose it until its spec has `default=True`."""
     listing = ("sandbox", "list", "--problem", "1,1,70,16", "--arch", "cpu", "--json")

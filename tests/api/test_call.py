@@ -1,0 +1,168 @@
+"""`sandbox.call`: kernels of other operations than attention on arrays of several libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from operation_kernels import kernels_in
+
+import sandbox
+from sandbox.api import call_plan
+from sandbox.core import registry
+from sandbox.core.errors import SpecError, UnknownKernel, UnsupportedProblem
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with kernels_in(tmp_path_factory.mktemp("kernels")) as path:
+        yield path
+
+
+def randn(*shape: int, dtype: str = "float32", grad: bool = False, device: str = "cpu") -> Any:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, getattr(torch, dtype)).requires_grad_(grad)
+
+
+class OnlyDlpack:
+    """An array of a library that is not known here."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __array_namespace__(self) -> Any:
+        return np
+
+
+def test_numpy_and_dlpack() -> None:
+    x = randn(5, 40).numpy()
+    expected = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    y = sandbox.call("row_softmax", x)
+    assert isinstance(y, np.ndarray)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    np.testing.assert_allclose(sandbox.call("row_softmax", OnlyDlpack(x)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch(place: str) -> None:
+    """Several dtypes; an operation with two matrices, and one whose output has sizes of its own."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        x, w = randn(6, 48, dtype=dtype, device=place), randn(48, device=place)
+        y = sandbox.call("rms_norm", x, w, tile="THREADS=128,BLOCKS=264")
+        assert (y.dtype, y.device) == (x.dtype, x.device)
+        torch.testing.assert_close(
+            y.float(), torch.nn.functional.rms_norm(x.float(), (48,), w, 1e-6), rtol=1e-2, atol=1e-2
+        )
+    A, B = randn(70, 64, dtype="float16", device=place), randn(64, 72, dtype="float16", device=place)
+    torch.testing.assert_close(sandbox.call("matmul", A, B).float(), A.float() @ B.float(), rtol=1e-2, atol=2e-2)
+    bins = torch.arange(1000, dtype=torch.int32, device=place) % 7
+    for _ in range(2):  # counts are zero before each launch
+        assert sandbox.call("histogram", bins)[:8].tolist() == [143] * 6 + [142, 0]
+
+
+@pytest.mark.gpu
+def test_the_callers_stream_and_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    x = cupy.random.standard_normal((5, 40)).astype("float32")
+    y = sandbox.call("row_softmax", x)
+    cupy.testing.assert_allclose(y, cupy.exp(x) / cupy.exp(x).sum(-1, keepdims=True), rtol=1e-5)
+    x = randn(512, 4096, device="cuda")
+    sandbox.call("row_softmax", x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        y = sandbox.call("row_softmax", torch.zeros_like(x))
+        assert (y.sum(-1) - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients(place: str) -> None:
+    x, w = randn(6, 48, grad=True), randn(48, grad=True)
+    dy = randn(48, 6).T  # not contiguous
+    y = sandbox.call("rms_norm", x, w, backend=None if place == "cpu" else "cuda")
+    found = torch.autograd.grad(y, (x, w), dy)
+    expected = torch.autograd.grad(torch.nn.functional.rms_norm(x, (48,), w, 1e-6), (x, w), dy)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert not sandbox.call("row_softmax", x).requires_grad
+    with pytest.raises(UnsupportedProblem, match="row_softmax has no backward: name its kernel in the Operation"):
+        sandbox.call("row_softmax", x)
+
+
+def test_a_gradient_with_other_names(folder: Path) -> None:
+    spec = folder / "rms_norm.py"
+    text = spec.read_text()
+    try:
+        spec.write_text(text.replace('gradient="rms_norm_backward"', 'gradient="row_softmax"'))
+        sandbox.reload()
+        message = "row_softmax: as the gradient of rms_norm, its output y must be one of dw, dx"
+        with pytest.raises(SpecError, match=message):
+            sandbox.call("rms_norm", randn(6, 48, grad=True), randn(48))
+    finally:
+        spec.write_text(text)
+        sandbox.reload()
+
+
+def test_plans_are_found_again(folder: Path) -> None:
+    """One plan for each kind of arrays; `reload` discards them."""
+    call_plan._plans.clear()
+    for rows in (3, 3, 5):
+        sandbox.call("row_softmax", randn(rows, 8))
+    assert len(call_plan._plans) == 2
+    source = folder / "row_softmax.cu"
+    text = source.read_text()
+    source.write_text(text.replace("* inverse)", "* inverse + 1.0f)"))
+    x = randn(3, 8)
+    assert sandbox.call("row_softmax", x).max() < 1
+    sandbox.reload()
+    assert sandbox.call("row_softmax", x).min() > 1
+    source.write_text(text)
+    sandbox.reload()
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        (
+            "row_softmax",
+            [randn(48, 6).T],
+            r"x with shape \(6, 48\) and strides \(1, 6\) is not supported: pass a",
+        ),
+        ("row_softmax", [randn(48)], r"row_softmax: x has shape \(48,\): it must be \(M, N\)"),
+        (
+            "row_softmax",
+            [randn(49)[1:].view(6, 8)],
+            "does not begin at a multiple of 16 bytes is not supported: pass",
+        ),
+        ("row_softmax", [randn(6, 8, dtype="float64")], "dtype float64 .* is not supported"),
+        ("row_softmax", [], r"call\('row_softmax'\) without inputs is not supported"),
+        ("rms_norm", [randn(6, 48)], "rms_norm: 1 inputs are not supported: it reads x, w"),
+        ("rms_norm", [randn(6, 48), randn(40)], r"w has shape \(40,\): it must be \(N\), and N is 48 in x"),
+        ("rms_norm", [randn(6, 48), randn(48, dtype="float16")], "w has dtype float16, and the spec gives float32"),
+        ("matmul", [randn(8, 8, dtype="float16"), randn(8, 8)], "B has dtype float32, and A has float16: convert it"),
+        ("matmul", [randn(8, 8), randn(8, 8)], "matmul: dtype float32 is not supported: dtypes are float16, bfloat16"),
+        ("matmul", [randn(8, 9, dtype="float16"), randn(9, 8, dtype="float16")], "K=9, N=8 are not supported: TMA"),
+        ("fwd_minimal", [randn(8, 8)], "fwd_minimal computes attention's forward: use sandbox.attention"),
+    ],
+)
+def test_arrays_that_do_not_fit(name: str, inputs: list[Any], message: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
+        sandbox.call(name, *inputs)
+
+
+def test_an_unknown_kernel() -> None:
+    with pytest.raises(UnknownKernel, match="did you mean row_softmax"):
+        sandbox.call("row_sofmax", randn(2, 8))
+    with pytest.raises(UnsupportedProblem, match='backend=3 is not known: choose "cuda" or "cpu"'):
+        sandbox.call("row_softmax", randn(2, 8), backend=3)  # type: ignore[arg-type]
+    assert "row_softmax" in registry.kernels()
