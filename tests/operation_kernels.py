@@ -1,9 +1,10 @@
-"""Kernels of other operations than attention, in a folder of their own: the templates of `new kernel`, and two more."""
+"""Kernels of other operations than attention, in a folder of their own: the templates of `new kernel`, and the examples
+of docs/custom-operations.md."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ from project import ROOT
 from sandbox.core import registry
 from sandbox.scaffold import new
 
-FOLDER = ROOT / "tests" / "operations"
-NAMES = ("row_softmax", "rms_norm", "rms_norm_backward", "matmul", "stencil", "histogram")
+PAGE = ROOT / "docs" / "custom-operations.md"
+NAMES = ("row_softmax", "rms_norm", "rms_norm_backward", "matmul", "stencil", "histogram", "column_sum")
+_FILE = re.compile(r"^```\w+\n(?://|#) (\w+\.(?:cu|py))\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @contextmanager
@@ -26,9 +28,8 @@ def kernels_in(folder: Path) -> Iterator[Path]:
     try:
         for name in new.TEMPLATE_NAMES:
             new.kernel(name, name)
-        for file in sorted(FOLDER.iterdir()):
-            if file.suffix in (".cu", ".py"):
-                shutil.copy(file, folder)
+        for name, text in _FILE.findall(PAGE.read_text()):
+            (folder / name).write_text(text)
         registry.forget()
         yield folder
     finally:

@@ -137,13 +137,17 @@ FAULTS = {  # kernel: (what to replace, by what), for a race and for an index ou
         ("    __syncthreads();  // neighbours have loaded their elements\n", ""),
         ("if (n >= N) return;", "if (n > N) return;"),
     ),
+    "column_sum": (
+        ("y[n] = sum;", "y[n / 2] = sum;"),
+        ("if (n >= N) return;", "if (n > N) return;"),
+    ),
     "histogram": (
         ("atomicAdd(&counts[b], counts_smem[b]);", "counts[b] += counts_smem[b];"),
         ("i < N; i += gridDim.x", "i <= N; i += gridDim.x"),
     ),
 }
 PROBLEMS = {"row_softmax": "3,33", "rms_norm": "3,33", "rms_norm_backward": "3,33", "matmul": "16,120,512",
-            "stencil": "70,5", "histogram": "1000"}  # fmt: skip
+            "stencil": "70,5", "histogram": "1000", "column_sum": "5,300"}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", ["race", "index"])
