@@ -75,7 +75,9 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 def test_commands_exist(name: str) -> None:
     for command, options in commands(TEXTS[name]):
         assert command in cli.commands, f"{name}: {command}"
-        known = {option for p in cli.commands[command].params if not getattr(p, "hidden", False) for option in p.opts}
+        group = getattr(cli.commands[command], "commands", {})  # such as `new kernel` and `new experiment`
+        params = [p for each in (cli.commands[command], *group.values()) for p in each.params]
+        known = {option for p in params if not getattr(p, "hidden", False) for option in p.opts}
         assert {*options} <= known, f"{name}: {command} {options}"
 
 
