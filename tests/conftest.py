@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from project import ALL_WIDTHS, QUICK_FOLDERS, SAMPLE, SEED, SELDOM
 
+from sandbox.core import registry
 from sandbox.cpu import build
 from sandbox.cpu.launch import CpuFunction
 from sandbox.engine.staging import Staged
@@ -72,11 +73,21 @@ def pytest_report_header() -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = config.option.keyword or any("[" in argument for argument in config.args)
     selected = [item for item in items if not (why_no_gpu() and item.get_closest_marker("gpu"))]
+    if custom := {name for name, kernel in registry.kernels().items() if kernel.custom}:
+        selected = [item for item in selected if not has_kernel(item, custom)]
     if not named and SAMPLE != "all":
         selected = sampled(selected)
     kept = {*selected}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = selected
+
+
+def has_kernel(item: pytest.Item, names: set[str]) -> bool:
+    """Whether an attention test has one of these kernels, of other operations, which `new kernel` created in
+    `kernels_cu`: tests/verify/test_operations.py tests them."""
+    callspec = getattr(item, "callspec", None)
+    params = [getattr(param, "name", param) for param in callspec.params.values()] if callspec else []
+    return item.path.name != "test_operations.py" and any(isinstance(p, str) and p in names for p in params)
 
 
 def sampled(items: list[pytest.Item]) -> list[pytest.Item]:

