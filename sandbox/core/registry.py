@@ -92,9 +92,9 @@ def add(folder: Path) -> None:
 
 
 def root(kernel: Kernel) -> Path:
-    """The folder below which a kernel's files are named: the project's, or that of a kernel outside of it."""
+    """The folder below which a kernel's files are named: the project's, or one that SANDBOX_KERNELS names."""
     folder = kernel.source.parent
-    return FOLDER.parent if folder == FOLDER else folder
+    return folder if folder in folders()[1:] else FOLDER.parent
 
 
 def _all() -> _Found:

@@ -123,7 +123,6 @@ def _in_history(kernel: Kernel, number: int) -> Kernel:
 
 def _at_revision(kernel: Kernel, revision: str) -> Kernel:
     root = registry.root(kernel)
-    within = str(kernel.source.parent.relative_to(root))
     commit = _git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").decode().strip()
     if not commit:
         raise UnsupportedProblem(
@@ -131,10 +130,15 @@ def _at_revision(kernel: Kernel, revision: str) -> Kernel:
         )
 
     def write(folder: Path) -> None:
-        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit, within))) as tar:
+        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit, _folder(kernel)))) as tar:
             tar.extractall(folder, filter="data")
 
     return _unpacked(kernel, commit, write, f"revision {revision}")
+
+
+def _folder(kernel: Kernel) -> str:
+    """The folder of a kernel's `.cu` and spec below its root."""
+    return "." if registry.root(kernel) == kernel.source.parent else registry.FOLDER.name
 
 
 def _unpacked(kernel: Kernel, key: str, write: Callable[[Path], None], called: str) -> Kernel:
@@ -146,7 +150,7 @@ def _unpacked(kernel: Kernel, key: str, write: Callable[[Path], None], called: s
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as staging:
             write(Path(staging) / "revision")
             Path(staging, "revision").rename(folder)
-    spec = folder / kernel.source.with_suffix(".py").relative_to(registry.root(kernel))
+    spec = folder / _folder(kernel) / f"{kernel.source.stem}.py"
     found = names_of(spec) if spec.is_file() else {}
     for old in (*found.get("kernels", ()), found.get("kernel")):
         if isinstance(old, Kernel) and old.name == kernel.name:

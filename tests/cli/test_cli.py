@@ -31,7 +31,7 @@ from sandbox.launch.dlpack import HOST
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
-from sandbox.verify import cases, check, report
+from sandbox.verify import cases, check, report, suite
 from sandbox.verify.cases import Case
 from sandbox.verify.isolated import IsolatedRunner
 from sandbox.verify.references import Reference, ReferenceOutput, reference_of
@@ -57,7 +57,7 @@ def parsed(*arguments: str):
 def short_sweep(monkeypatch: pytest.MonkeyPatch) -> int:
     """A sweep reduced to four cases."""
     whole = cases.sweep_cases
-    monkeypatch.setattr(check, "sweep_cases", lambda kernel: itertools.islice(whole(kernel), 4))
+    monkeypatch.setattr(suite, "sweep_cases", lambda kernel: itertools.islice(whole(kernel), 4))
     return 4
 
 

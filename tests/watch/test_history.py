@@ -23,7 +23,10 @@ def versions(tmp_path: Path) -> History:
 
 def test_texts_are_the_source_the_spec_and_the_headers() -> None:
     texts = read_texts(KERNEL)
-    headers = ("block_map", "clocks", "dropout", "dual", "mask", "ptx", "score_mod", "seqlen", "tensor", "timeline")
+    headers = (
+        *("block_map", "clocks", "dropout", "dual", "element", "mask", "ptx", "reduce", "score_mod", "seqlen"),
+        *("tensor", "timeline"),
+    )
     assert texts
     assert set(texts) == {
         "kernels_cu/fwd_minimal.cu",
