@@ -31,7 +31,7 @@ from sandbox.launch.dlpack import HOST
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.nvrtc import Resources
-from sandbox.verify import cases, check, report, suite
+from sandbox.verify import cases, check, references, report, suite
 from sandbox.verify.cases import Case
 from sandbox.verify.isolated import IsolatedRunner
 from sandbox.verify.references import Reference, ReferenceOutput, reference_of
@@ -602,7 +602,7 @@ def test_a_wrong_check(monkeypatch: pytest.MonkeyPatch, short_sweep: int) -> Non
             expected.inputs, {**expected.outputs, "O": ReferenceOutput(expected.outputs["O"].values, 1e-30)}
         )
 
-    monkeypatch.setattr(check, "reference_of", strict)
+    monkeypatch.setattr(references, "reference_of", strict)
     monkeypatch.setattr(IsolatedRunner, "verify", staticmethod(check.verify))  # in this process
     shown = call("check", "fwd_minimal", "--backend", "cpu")
     assert shown.exit_code == 1
