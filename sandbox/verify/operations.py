@@ -164,7 +164,7 @@ def _bits(rng: Any, shape: tuple[int, ...]) -> Any:
     return rng.integers(0, 2, shape)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # problems on a GPU are large
 def reference_of(operation: Operation, case: Case) -> Reference:
     """Inputs and expected outputs of a case, with error bounds. The arrays are cached: do not write to them.
 
