@@ -127,6 +127,7 @@ def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
     """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`."""
     name = "shapes" if more.get("multiple") else "shape"
     form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped heads: B,H/Hk,…; v with another head dimension: …,D/Dv."
+    form += " Of another operation than attention: its dims, such as M,N."
     return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 
