@@ -48,7 +48,9 @@ def _read() -> _Found:
         sourced = {kernel.name: dataclasses.replace(kernel, source=spec.with_suffix(".cu")) for kernel in own}
         if twice := [kernel for kernel in sourced.values() if kernel.name in found]:
             (again, *_), first = twice, found[twice[0].name]
-            broken[spec.stem] = f"kernel {again.name} is defined twice, in {first.source} and {again.source}: rename one"
+            broken[spec.stem] = (
+                f"kernel {again.name} is defined twice, in {first.source} and {again.source}: rename one"
+            )
         else:
             found.update(sourced)
     for wrong in broken.values():
@@ -108,7 +110,9 @@ def _kernels_of(spec: Path) -> tuple[Kernel, ...]:
     kernels = several if isinstance(several, tuple | list) else (several or names.get("kernel"),)
     for kernel in kernels:
         if not isinstance(kernel, Kernel):
-            raise SpecError(f"{called} must define `kernel`, a Kernel, or `kernels`, a tuple of Kernels, not {kernel!r}")
+            raise SpecError(
+                f"{called} must define `kernel`, a Kernel, or `kernels`, a tuple of Kernels, not {kernel!r}"
+            )
     if not spec.with_suffix(".cu").is_file():
         raise SpecError(f"{called} has no {spec.stem}.cu beside it")
     return tuple(kernels)
