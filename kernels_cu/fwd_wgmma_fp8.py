@@ -17,15 +17,61 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
+def most_keys(p: Problem) -> int:
+    """Largest BLOCK_N without spills (measured)."""
+    width = max(p.D, p.Dv)
+    if p.reads_elements:
+        return 64 if width <= (64 if p.score else 128) else 32
+    if p.dropout:
+        return 128 if width <= 128 else 64
+    return 192 if width <= 64 and few_registers(p) and not p.sink and p.window == (None, None) else 128
+
+
+def few_registers(p: Problem) -> bool:
+    """Whether no option is used that needs registers."""
+    return p.options <= {"window", "sink", "descale"}
+
+
+def fits_three_consumers(p: Problem) -> bool:
+    """Whether the problem fits the registers of three consumer warpgroups."""
+    scales = any(isinstance(scale, tuple) for scale in p.descale)
+    return few_registers(p) and (max(p.D, p.Dv) <= 64 or (p.window == (None, None) and not scales))
+
+
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why a tile is not supported: steps of wgmma, or shared memory of an SM."""
-    smem = smem_bytes(p, t)
+    """Why a tile is not supported: registers of a warpgroup, or shared memory of an SM."""
+    consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
+    registers, most = p.Dv // 2 + t.BLOCK_N // 2, 128 if consumers == 3 else 192
     rules = (
         (
             t.BLOCK_M in (64, 128, 192),
             f"BLOCK_M={t.BLOCK_M} must be 64, 128 or 192: 64 rows for each consumer warpgroup",
         ),
         (t.BLOCK_N % 32 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 32 up to 256"),
+        (
+            registers <= most,
+            f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O and S at Dv={p.Dv}: at most {most}",
+        ),
+        (
+            most_keys(p) >= t.BLOCK_N,
+            f"BLOCK_N={t.BLOCK_N} spills registers on {p.variant}: use BLOCK_N <= {most_keys(p)}",
+        ),
+        (
+            consumers < 2 or not p.dropout or max(p.D, p.Dv) <= 128,
+            f"BLOCK_M={t.BLOCK_M} spills registers on {p.variant} at D={p.D}: use BLOCK_M=64",
+        ),
+        (
+            consumers < 3 or fits_three_consumers(p),
+            f"BLOCK_M={t.BLOCK_M} spills registers on {p.variant} at D={p.D}: use BLOCK_M=128",
+        ),
+        (
+            consumers < 3 or t.LOADS == 1 or p.D == p.Dv == 32 * t.LOADS,
+            f"LOADS={t.LOADS} spills registers at D={p.D}, Dv={p.Dv} with BLOCK_M={t.BLOCK_M}: use LOADS=1",
+        ),
+        (
+            t.BLOCK_N < 192 or t.LOADS > 1 or not p.causal or p.D < 64,
+            f"LOADS={t.LOADS} spills registers at D={p.D} with BLOCK_N={t.BLOCK_N} and a causal mask: use LOADS=2",
+        ),
         (
             smem <= SMEM,
             f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM}",
@@ -37,7 +83,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 def rank(p: Problem, t: Tile) -> int:
     """The fastest tile on an H200 first."""
     long = p.Sk >= (1024 if p.causal else 2048)  # with few keys, the last tile of 192 is mostly empty
-    return 2 * ((t.BLOCK_N == 192) != (long and max(p.D, p.Dv) <= 64)) + (t.LOADS > 1 and p.D <= 64)
+    return 2 * ((t.BLOCK_N == 192) != (long and most_keys(p) == 192)) + (t.LOADS > 1 and p.D <= 64)
 
 
 def work_tiles(p: Problem, t: Tile) -> int:
@@ -51,7 +97,7 @@ def full_wave_tiles(p: Problem, t: Tile) -> int:
     count, keys = work_tiles(p, t), cdiv(p.Sk, t.BLOCK_N)
     remainder = count % t.BLOCKS
     scales = any(isinstance(scale, tuple) for scale in p.descale)
-    if not p.options <= {"sink", "descale"} or scales or p.causal or p.Sk >= 2**23:
+    if not few_registers(p) or scales or p.causal or p.window != (None, None) or p.Sk >= 2**23:
         return count
     saved = keys * (t.BLOCKS - remainder) / t.BLOCKS
     return count - remainder if remainder and saved > 4 + t.BLOCKS / remainder else count
