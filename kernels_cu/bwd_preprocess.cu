@@ -67,8 +67,10 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
 // the bias is broadcast along Sq, and over all key tiles if it is broadcast along Sk. S and dP are recomputed. Each sum belongs to
 // one thread: results are deterministic.
 //
+// clang-format off
 //   16 x 16 threads, each with every 16th row and column of the tile. Q and K, then dO and V, are loaded STEP columns at a time, as fp32:
 //   A_smem [BIAS_M][STEP + 1]   rows of Q or dO          X_smem [BIAS_N][STEP + 1]   rows of K or V
+// clang-format on
 
 constexpr int SIDE = 16, THREADS = SIDE * SIDE, STEP = 32, PITCH = STEP + 1;  // odd: 16 rows are in different banks
 constexpr int ROWS_PER_THREAD = BIAS_M / SIDE, COLS_PER_THREAD = BIAS_N / SIDE;

@@ -1,11 +1,13 @@
 // Thread block clusters (compute capability 9.0): CLUSTER blocks, adjacent along x, run at the same time and access each other's
 // shared memory (DSMEM). With CLUSTER = 1 these functions do nothing, except that cluster_sync is __syncthreads.
 //
+// clang-format off
 //   cluster_arrive();                         this block has started
 //   ...
 //   cluster_wait();                           all blocks of the cluster have started: their shared memory may be accessed
 //   map_shared_rank(pointer, rank)[i] = x;    a store to DSMEM
 //   cluster_sync();                           the stores of all blocks are visible
+// clang-format on
 #pragma once
 #include "tensor.cuh"
 

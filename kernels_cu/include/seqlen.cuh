@@ -1,8 +1,10 @@
 // Lengths and row addresses of a batch entry. Dense, shortened (key_lengths), ragged and paged batches differ only here:
 //
+// clang-format off
 //   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   the batch entry and first row of a block's tile
 //   if (RAGGED && tile.invalid()) return;
 //   const Head head(score, tile.b, h);                                         head.Sq, head.Sk, head.query(Q, h, i)
+// clang-format on
 //
 // A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1.
 // The host does not know these offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin at
