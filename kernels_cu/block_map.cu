@@ -1,17 +1,20 @@
 // Computes the block map (include/block_map.cuh): which tiles a mask tensor or a user's condition leaves visible.
 //
-// A condition: a block computes one word of each kind of bits, for 64 queries x 512 keys. A warp evaluates 16 queries x 128 keys, a lane
-// four keys per query, so that terms that depend on the key alone are computed once, and those that depend on the query alone once per
-// four keys. Indices beyond Sq and Sk are clamped to the last, which does not change the result.
+// A condition: a block computes one word of each kind of bits, for 64 queries x 512 keys. A warp evaluates 16 queries x
+// 128 keys, a lane four keys per query, so that terms that depend on the key alone are computed once, and those that
+// depend on the query alone once per four keys. Indices beyond Sq and Sk are clamped to the last, which does not change
+// the result.
 //
-// A mask tensor (BY_PAIR): a block computes the words of two rows of the map. A warp reads 8 queries x 512 keys, a lane 16 keys per query,
-// which are one bit of the word and 16 pair bits. Loads are as wide as the alignment of all rows allows. Pair bits are stored only where
-// kernels read them: if some of a row's 512 keys are hidden, and some keys of the two rows are visible.
+// A mask tensor (BY_PAIR): a block computes the words of two rows of the map. A warp reads 8 queries x 512 keys, a lane
+// 16 keys per query, which are one bit of the word and 16 pair bits. Loads are as wide as the alignment of all rows
+// allows. Pair bits are stored only where kernels read them: if some of a row's 512 keys are hidden, and some keys of
+// the two rows are visible.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
 constexpr int ROWS = 16, KEYS = 128, WARPS = BLOCK_N / KEYS * (BLOCK_M / ROWS), LANE_KEYS = Head::MAP_N;
-static_assert(BLOCK_M == Head::MAP_M && BLOCK_N == Head::WORD_KEYS && SMEM_BYTES == 0, "a block computes one word of the map");
+static_assert(BLOCK_M == Head::MAP_M && BLOCK_N == Head::WORD_KEYS && SMEM_BYTES == 0,
+              "a block computes one word of the map");
 static_assert(LANE_KEYS == 16, "one load and one bit per lane");
 
 // One bit per byte: whether it is not 0.
@@ -21,7 +24,8 @@ __device__ __forceinline__ unsigned nonzero_bytes(unsigned bytes) {
     return high_bits * 0x00204081u >> 28;
 }
 __device__ __forceinline__ unsigned nonzero_bytes(uint4 bytes) {
-    return nonzero_bytes(bytes.x) | nonzero_bytes(bytes.y) << 4 | nonzero_bytes(bytes.z) << 8 | nonzero_bytes(bytes.w) << 12;
+    return nonzero_bytes(bytes.x) | nonzero_bytes(bytes.y) << 4 | nonzero_bytes(bytes.z) << 8 |
+           nonzero_bytes(bytes.w) << 12;
 }
 
 extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void block_map(
@@ -31,10 +35,13 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
 #if BLOCK_MAP
     constexpr int MAP_ROWS = Head::BY_PAIR ? 2 : 1, ROW_WARPS = WARPS / MAP_ROWS;  // rows per block; warps per row
     __shared__ unsigned bits_smem[2][WARPS];
-    const int words = Head::kind_words(score), word = blockIdx.x % words, row0 = blockIdx.x / words * MAP_ROWS, h = blockIdx.y, b = blockIdx.z;
-    const int warp = threadIdx.x / 32 % ROW_WARPS, lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 / ROW_WARPS, m0 = row * BLOCK_M;
+    const int words = Head::kind_words(score), word = blockIdx.x % words, row0 = blockIdx.x / words * MAP_ROWS,
+              h = blockIdx.y, b = blockIdx.z;
+    const int warp = threadIdx.x / 32 % ROW_WARPS, lane = threadIdx.x % 32, row = row0 + threadIdx.x / 32 / ROW_WARPS,
+              m0 = row * BLOCK_M;
     const Head head(score, b, h);
-    const int keys = Snippet::HIDES ? head.Sk : score.Sk;  // a broadcast mask: b may represent entries with other lengths
+    const int keys =
+        Snippet::HIDES ? head.Sk : score.Sk;          // a broadcast mask: b may represent entries with other lengths
     const Range range = head.keys(m0, m0 + BLOCK_M);  // kernels do not read the map elsewhere
     const bool by_row = map_rows > 1 && (Snippet::HIDES || !KEY_LENGTHS);
     const auto row_address = [&](int row) {
@@ -47,7 +54,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
 #if BLOCK_MAP == 2
     const int first_key = word * BLOCK_N + lane * LANE_KEYS, group = first_key / KEYS * KEYS;
     const bool needed = is_needed(group, group + KEYS);
-    constexpr int WARP_ROWS = BLOCK_M / ROW_WARPS, ROWS_PER_WORD = 4;  // queries per warp; queries per 64-bit word of pair_masks
+    constexpr int WARP_ROWS = BLOCK_M / ROW_WARPS,
+                  ROWS_PER_WORD = 4;  // queries per warp; queries per 64-bit word of pair_masks
     unsigned long long pair_masks[WARP_ROWS / ROWS_PER_WORD];
     const auto scan = [&](auto example) {
         using Word = decltype(example);
@@ -61,7 +69,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
                 Word bytes[ROWS_IN_FLIGHT][LANE_KEYS / WIDTH] = {};
 #pragma unroll
                 for (int i = 0; i < (needed ? ROWS_IN_FLIGHT : 0); ++i) {
-                    const int query_row = min(m0 + warp * WARP_ROWS + part * ROWS_PER_WORD + row_offset + i, score.Sq - 1);
+                    const int query_row =
+                        min(m0 + warp * WARP_ROWS + part * ROWS_PER_WORD + row_offset + i, score.Sq - 1);
                     const bool* const src = head.mask + query_row * score.mask.stride_i;
 #pragma unroll
                     for (int k = 0; k < LANE_KEYS; k += WIDTH)
@@ -73,7 +82,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
 #pragma unroll
                     for (int k = 0; k < LANE_KEYS; k += WIDTH) {
                         unsigned bits = nonzero_bytes(bytes[i][k / WIDTH]);
-                        if (first_key + k >= keys) bits = bits >> (WIDTH - 1) ? (1u << WIDTH) - 1 : 0;  // copy the last key
+                        if (first_key + k >= keys)
+                            bits = bits >> (WIDTH - 1) ? (1u << WIDTH) - 1 : 0;  // copy the last key
                         pairs |= bits << k;
                     }
                     some_visible_lane |= pairs, all_visible_lane &= pairs;
@@ -89,7 +99,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
     else if (rows_at % sizeof(unsigned) == 0) scan(0u);
     else scan(static_cast<unsigned char>(0));
 #else
-    const int first_row = m0 + warp / (BLOCK_N / KEYS) * ROWS, first_key = word * BLOCK_N + warp % (BLOCK_N / KEYS) * KEYS;
+    const int first_row = m0 + warp / (BLOCK_N / KEYS) * ROWS,
+              first_key = word * BLOCK_N + warp % (BLOCK_N / KEYS) * KEYS;
     const bool needed = is_needed(first_key, first_key + KEYS);
     bool some_visible_lane[KEYS / 32] = {}, all_visible_lane[KEYS / 32];
 #pragma unroll
@@ -98,13 +109,15 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
     for (int i = 0; i < (needed ? ROWS : 0); ++i) {
 #pragma unroll
         for (int k = 0; k < KEYS / 32; ++k) {
-            const bool visible = head.mask_allows(min(first_row + i, score.Sq - 1), min(first_key + 32 * k + lane, keys - 1));
+            const bool visible =
+                head.mask_allows(min(first_row + i, score.Sq - 1), min(first_key + 32 * k + lane, keys - 1));
             some_visible_lane[k] |= visible, all_visible_lane[k] &= visible;
         }
     }
 #pragma unroll
     for (int k = 0; k < KEYS / 32; ++k) {  // a ballot gives two bits
-        const unsigned bits = __ballot_sync(0xffffffffu, some_visible_lane[k]), any_hidden = __ballot_sync(0xffffffffu, !all_visible_lane[k]);
+        const unsigned bits = __ballot_sync(0xffffffffu, some_visible_lane[k]),
+                       any_hidden = __ballot_sync(0xffffffffu, !all_visible_lane[k]);
         some_visible |= ((bits & 0xffff ? 1 : 0) | (bits >> 16 ? 2 : 0)) << 2 * k;
         some_hidden |= ((any_hidden & 0xffff ? 1 : 0) | (any_hidden >> 16 ? 2 : 0)) << 2 * k;
     }
@@ -126,7 +139,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) {
             unsigned* const out = row_address(row) + Head::pair_bits_at(score, warp * WARP_ROWS + i);
-            reinterpret_cast<unsigned short*>(out)[first_key / LANE_KEYS] = static_cast<unsigned short>(pair_masks[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
+            reinterpret_cast<unsigned short*>(out)[first_key / LANE_KEYS] =
+                static_cast<unsigned short>(pair_masks[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
         }
     }
 #endif

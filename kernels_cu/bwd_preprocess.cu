@@ -1,20 +1,23 @@
-// Backward preprocess: delta = rowsum(dO * O). Two further entry points compute the gradients of the bias and of the sinks.
+// Backward preprocess: delta = rowsum(dO * O). Two further entry points compute the gradients of the bias and of the
+// sinks.
 //
-// dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(P * (dO V^T)) = rowsum(dO * (P V)) = rowsum(dO * O). This takes Dv products
-// per row, once, instead of Sk products per row in each kernel that computes dS. FlashAttention-2's Algorithm 2, line 4
-// (arXiv:2307.08691).
+// dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = rowsum(P * (dO V^T)) = rowsum(dO * (P V)) = rowsum(dO * O). This
+// takes Dv products per row, once, instead of Sk products per row in each kernel that computes dS. FlashAttention-2's
+// Algorithm 2, line 4 (arXiv:2307.08691).
 //
 // If LSE has a gradient dLSE, dS = P * (dP - delta + dLSE): the kernel stores delta - dLSE.
 //
-// The kernel is memory-bound. LANES adjacent lanes share a row and load 16 bytes each if the tensors are aligned (8% faster than 8 bytes
-// at D = 64 and 128). A thread loads all its rows before it stores any result, so that the loads overlap. Lanes are summed by
-// shuffles in a fixed order.
+// The kernel is memory-bound. LANES adjacent lanes share a row and load 16 bytes each if the tensors are aligned (8%
+// faster than 8 bytes at D = 64 and 128). A thread loads all its rows before it stores any result, so that the loads
+// overlap. Lanes are summed by shuffles in a fixed order.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
 constexpr int ELEMENTS_PER_LOAD = 16 / sizeof(dtype);
-constexpr int LANES = HEAD_DIM_V > 16 * ELEMENTS_PER_LOAD ? 32 : HEAD_DIM_V > 8 * ELEMENTS_PER_LOAD ? 16 : 8;  // per row
-constexpr int ROWS = 32 * WARPS / LANES;  // rows of a block that are loaded at a time
+constexpr int LANES = HEAD_DIM_V > 16 * ELEMENTS_PER_LOAD  ? 32
+                      : HEAD_DIM_V > 8 * ELEMENTS_PER_LOAD ? 16
+                                                           : 8;  // per row
+constexpr int ROWS = 32 * WARPS / LANES;                         // rows of a block that are loaded at a time
 static_assert(SMEM_BYTES == 0 && SMEM_BYTES_SINK == 0, "spec and kernel disagree on shared memory");
 static_assert(BLOCK_M % ROWS == 0, "all threads have the same number of rows");
 
@@ -41,8 +44,10 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
         const dtype *dO_row = dO.row(b, h, query_row), *O_row = O.row(b, h, query_row);
         if (vectorized) {
             for (int d = ELEMENTS_PER_LOAD * lane; d < columns; d += ELEMENTS_PER_LOAD * LANES) {
-                const uint4 dO_chunk = *reinterpret_cast<const uint4*>(dO_row + d), O_chunk = *reinterpret_cast<const uint4*>(O_row + d);
-                const dtype *g = reinterpret_cast<const dtype*>(&dO_chunk), *o = reinterpret_cast<const dtype*>(&O_chunk);
+                const uint4 dO_chunk = *reinterpret_cast<const uint4*>(dO_row + d),
+                            O_chunk = *reinterpret_cast<const uint4*>(O_row + d);
+                const dtype *g = reinterpret_cast<const dtype*>(&dO_chunk),
+                            *o = reinterpret_cast<const dtype*>(&O_chunk);
 #pragma unroll
                 for (int e = 0; e < ELEMENTS_PER_LOAD; ++e) sums[i] = fmaf(to_float(g[e]), to_float(o[e]), sums[i]);
             }
@@ -57,15 +62,16 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
         if (lane == 0 && first_row + i * ROWS < seqlen.Sq)
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
-    if (RAGGED || BLOCK_MAP) griddepcontrol_wait();  // so that the entry point after this one also waits for the one before
+    if (RAGGED || BLOCK_MAP)
+        griddepcontrol_wait();  // so that the entry point after this one also waits for the one before
 }
 
-// ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of a user's score expression, over the broadcast
-// dimensions of the bias.
+// ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of a user's score expression, over
+// the broadcast dimensions of the bias.
 //
-// A block owns a BIAS_M x BIAS_N tile of dbias. It loops over the batch entries and heads that read this tile, over all query tiles if
-// the bias is broadcast along Sq, and over all key tiles if it is broadcast along Sk. S and dP are recomputed. Each sum belongs to
-// one thread: results are deterministic.
+// A block owns a BIAS_M x BIAS_N tile of dbias. It loops over the batch entries and heads that read this tile, over all
+// query tiles if the bias is broadcast along Sq, and over all key tiles if it is broadcast along Sk. S and dP are
+// recomputed. Each sum belongs to one thread: results are deterministic.
 //
 // clang-format off
 //   16 x 16 threads, each with every 16th row and column of the tile. Q and K, then dO and V, are loaded STEP columns at a time, as fp32:
@@ -79,7 +85,8 @@ static_assert(BIAS_M % SIDE == 0 && BIAS_N % SIDE == 0, "all threads have the sa
 
 // Loads columns d0 .. d0 + STEP of rows row0 .. row0 + COUNT; zeros for rows >= S and columns >= WIDTH.
 template <int COUNT, int WIDTH>
-__device__ __forceinline__ void load_step(float* tile, const View<const dtype>& tensor, int b, int h, int row0, int S, int d0) {
+__device__ __forceinline__ void load_step(float* tile, const View<const dtype>& tensor, int b, int h, int row0, int S,
+                                          int d0) {
     for (int i = threadIdx.x; i < COUNT * STEP; i += THREADS) {
         const int row = row0 + i / STEP, d = d0 + i % STEP;
         tile[i / STEP * PITCH + i % STEP] = row < S && d < WIDTH ? to_float(tensor.row(b, h, row)[d]) : 0.0f;
@@ -88,9 +95,9 @@ __device__ __forceinline__ void load_step(float* tile, const View<const dtype>& 
 
 // C += A X^T with WIDTH columns: A from row m0 of head h, X from row n0 of head kv_head.
 template <int WIDTH>
-__device__ __forceinline__ void add_dot_products(float (&C)[ROWS_PER_THREAD][COLS_PER_THREAD], float* smem, const View<const dtype>& A,
-                                                 const View<const dtype>& X, int b, int h, int kv_head, int m0, int n0, int Sq,
-                                                 int Sk) {
+__device__ __forceinline__ void add_dot_products(float (&C)[ROWS_PER_THREAD][COLS_PER_THREAD], float* smem,
+                                                 const View<const dtype>& A, const View<const dtype>& X, int b, int h,
+                                                 int kv_head, int m0, int n0, int Sq, int Sk) {
     float *A_smem = smem, *X_smem = smem + BIAS_M * PITCH;
     const int tx = threadIdx.x % SIDE, ty = threadIdx.x / SIDE;
 #pragma unroll 1
@@ -117,8 +124,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
     const float* LSE,                              // (B, H, Sq), contiguous
     const float* delta,                            // (B, H, Sq), contiguous
     bias_t* dbias,                                 // the shape of bias, contiguous
-    int bias_b, int bias_h, int bias_i, int bias_j,
-    int H,
+    int bias_b, int bias_h, int bias_i, int bias_j, int H,
     int heads,  // B * H; for a ragged batch H
     int group,  // H / Hk
     const __grid_constant__ Score score) {
@@ -170,7 +176,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
         for (int c = 0; c < COLS_PER_THREAD; ++c) tile[(ty + r * SIDE) * BIAS_N + tx + c * SIDE] = sums[r][c];
     __syncthreads();  // the tile is complete
     bias_t* const out = dbias + (static_cast<long long>(bias_batch) * bias_h + bias_head) * bias_i * bias_j;
-    const int rows = bias_i == 1 ? 1 : min(BIAS_M, bias_i - bias_m0), cols = bias_j == 1 ? 1 : min(BIAS_N, bias_j - bias_n0);
+    const int rows = bias_i == 1 ? 1 : min(BIAS_M, bias_i - bias_m0),
+              cols = bias_j == 1 ? 1 : min(BIAS_N, bias_j - bias_n0);
     const int sum_rows = bias_i == 1 ? BIAS_M : 1, sum_cols = bias_j == 1 ? BIAS_N : 1;  // elements per sum
     for (int e = threadIdx.x; e < rows * cols; e += THREADS) {
         const int i = e / cols, j = e % cols;
@@ -184,8 +191,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
 
 // ---- Gradient of the sinks: dsink[h] = -sum over b and i of exp(sink[h] - LSE) * delta.
 //
-// A sink is a key with score sink[h] and value 0 that is visible to every row: P = exp(sink - LSE), dP = dO . 0 = 0, and
-// dS = P * (dP - delta). One block per head; the order of all sums is fixed.
+// A sink is a key with score sink[h] and value 0 that is visible to every row: P = exp(sink - LSE), dP = dO . 0 = 0,
+// and dS = P * (dP - delta). One block per head; the order of all sums is fixed.
 extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess_sink(
     const float* LSE,    // (B, H, Sq), contiguous
     const float* delta,  // (B, H, Sq), contiguous

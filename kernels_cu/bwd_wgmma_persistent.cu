@@ -133,17 +133,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     __syncthreads();  // mbarriers are initialised
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
-    const auto work_tile_slot = [&](unsigned tile_index)->volatile BwdWorkTile& {
+    const auto work_tile_slot = [&](unsigned tile_index) -> volatile BwdWorkTile& {
         return reinterpret_cast<volatile BwdWorkTile*>(smem + TILES_AT)[tile_index % 2];
     };
-    const auto staged_store = [&](unsigned n)->volatile StagedStore& {
+    const auto staged_store = [&](unsigned n) -> volatile StagedStore& {
         return reinterpret_cast<volatile StagedStore*>(smem + STAGING_SLOTS_AT)[n % STAGING_SLOTS];
     };
-    const auto flags_of = [&](unsigned i, unsigned consumer)->volatile int& {
+    const auto flags_of = [&](unsigned i, unsigned consumer) -> volatile int& {
         return reinterpret_cast<volatile int*>(smem + FLAGS_AT)[2 * stage_of(i) + consumer];
     };
     // Whether the consumer writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
-    const auto non_finite_flags = [&](unsigned consumer)->volatile int& {
+    const auto non_finite_flags = [&](unsigned consumer) -> volatile int& {
         return reinterpret_cast<volatile int*>(smem + NON_FINITE_AT)[consumer];
     };
     const auto wait_work_tile = [&](unsigned tile_index) { WorkTilePipeline::wait(base, tile_index); };

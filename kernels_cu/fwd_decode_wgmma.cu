@@ -33,13 +33,13 @@
 
 constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads of the warpgroup; with the load warp
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-constexpr int N = BLOCK_M / 2;                // a thread's accumulators of S^T, and of 64 columns of O^T
-using Fragment = QueryColumns<BLOCK_M>;       // of S^T and O^T: columns are packed rows
+constexpr int N = BLOCK_M / 2;           // a thread's accumulators of S^T, and of 64 columns of O^T
+using Fragment = QueryColumns<BLOCK_M>;  // of S^T and O^T: columns are packed rows
 constexpr int ROWS_PER_THREAD = Fragment::ROWS;
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
-using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P; and 64 columns of O
+using Pairs = Swizzled<BLOCK_M, BLOCK_N>;   // P; and 64 columns of O
 constexpr bool OVERLAP_QK = BLOCK_M <= 32;  // S^T of the next tile before O^T of this one; with 64 rows it spills
 constexpr float P_LIMIT = 16384.0f;         // fp16 holds it (max 65504)
 constexpr unsigned CONSUMER_BARRIER = 1, BARRIERS_READY = 2;  // named barriers
@@ -106,11 +106,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
-    const __grid_constant__ TensorMap V_map,
-    int B,
-    int H,
-    int Hk,
-    int group,                                    // H / Hk
+    const __grid_constant__ TensorMap V_map, int B, int H, int Hk,
+    int group,  // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
@@ -198,7 +195,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         };
 
         const auto score_mod_and_mask = [&](int key) {  // raw scores (in units of the dot product); -INF where masked
-            const int column = opaque(q);                 // hides that it is loop-invariant: saves registers
+            const int column = opaque(q);               // hides that it is loop-invariant: saves registers
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const int row = row_of(own_row(k), column);
@@ -239,8 +236,12 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             }
             wgmma_commit();
         };
-        const auto release_K = [&](unsigned i) { if (lane == 0) KPipeline::release(base, i); };
-        const auto release_V = [&](unsigned i) { if (lane == 0) VPipeline::release(base, i); };
+        const auto release_K = [&](unsigned i) {
+            if (lane == 0) KPipeline::release(base, i);
+        };
+        const auto release_V = [&](unsigned i) {
+            if (lane == 0) VPipeline::release(base, i);
+        };
         const auto wait_S = [&] {
             wgmma_wait<0>();
             warpgroup_fence_operand(S);

@@ -164,13 +164,14 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
     Scheduler::SchedulerProducer producer{smem};
     TileLists lists(smem + TILE_LISTS_AT);
-    producer.publish_all<STAGGERED && CAUSAL>(
-        args.score, args.heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
-            if (!Head::MAPPED) return;
-            const WorkTileRange work_tile(tile, args.score);
-            const Head head(work_tile.sequence(args.score), work_tile.h());
-            if (work_tile.tiles > 0) lists.write(head, work_tile.row0, work_tile.range);
-        });
+    producer.publish_all<STAGGERED && CAUSAL>(args.score, args.heads, args.H, args.group, args.tile_counter,
+                                              [&](const WorkTile& tile) {
+                                                  if (!Head::MAPPED) return;
+                                                  const WorkTileRange work_tile(tile, args.score);
+                                                  const Head head(work_tile.sequence(args.score), work_tile.h());
+                                                  if (work_tile.tiles > 0)
+                                                      lists.write(head, work_tile.row0, work_tile.range);
+                                              });
 }
 
 // ---- consumer warpgroups
@@ -203,7 +204,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
     const SmemAddr base;
     const unsigned pipe_index, phase;  // of the first key tile in the pipelines; of Q's barriers
     const WarpSchedulerBarrier turn;
-    const int turns_end;               // consumers take turns for the key tiles before this one
+    const int turns_end;  // consumers take turns for the key tiles before this one
     const VisibleKeys visible_keys;
 
     __device__ __forceinline__ ConsumerWarpgroup(ConsumerState& state, const Arguments& args)
@@ -453,18 +454,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap O_warp_map, // boxes of 16 rows
-    const __grid_constant__ TensorMap bias_map,   // boxes of 64 rows, if BIAS_TILES
+    const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
+    const __grid_constant__ TensorMap bias_map,    // boxes of 64 rows, if BIAS_TILES
     int H,
-    int heads,                                    // B * H
-    int group,                                    // H / Hk
+    int heads,  // B * H
+    int group,  // H / Hk
     const __grid_constant__ Score score,
-    unsigned* tile_counter) {                     // work tiles drawn so far, beyond the first of each block
+    unsigned* tile_counter) {  // work tiles drawn so far, beyond the first of each block
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     if (Head::MAPPED) griddepcontrol_wait();  // the previous kernel writes the block map
-    __syncthreads();  // the mbarriers are initialised before they are used
+    __syncthreads();                          // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
     const Arguments args = {Q,          K,        V, O,     LSE,   Q_map, K_map,       V_map,

@@ -85,8 +85,8 @@ __device__ __forceinline__ TileInfo& tile_info(char* smem, unsigned consumer, un
 __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const View<const dtype>& Q,
                                                 const View<const dtype>& K, const View<const dtype_v>& V,
                                                 const TensorMap& Q_map, const TensorMap& K_map, const TensorMap& V_map,
-                                                unsigned heads, int H, int group, int full_wave_tiles,
-                                                float* partials, const Score& score) {
+                                                unsigned heads, int H, int group, int full_wave_tiles, float* partials,
+                                                const Score& score) {
     unsigned work_tiles = 0, pipe_index = 0;  // earlier work tiles, and key tiles of these
     unsigned* const has_tile = reinterpret_cast<unsigned*>(smem + HAS_TILE_AT);
     for_each_fp8_work_tile(heads, H, full_wave_tiles, partials, score, [&](const WorkTileRange& work_tile) {
@@ -149,8 +149,7 @@ __device__ __forceinline__ void transpose_tiles(char* smem, SmemAddr base, unsig
         VtPipeline::acquire(base, i);
         TIMELINE(transpose);
         transpose_V<TRANSPOSE_WARPS, BLOCK_N, HEAD_DIM_V>(base + V_AT + stage * Values::BYTES,
-                                                          base + VT_AT + stage * VT_BYTES,
-                                                          warp + TRANSPOSE_WARPS - 4);
+                                                          base + VT_AT + stage * VT_BYTES, warp + TRANSPOSE_WARPS - 4);
         fence_proxy_async();
         __syncwarp();  // all lanes have read V and written Vt
         if (lane == 0) {
@@ -196,7 +195,9 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, SmemAddr base, un
             const unsigned i = pipe_index + j;
             mbarrier_wait_unless(is_full, pipeline.full(base, stage_of(i)), parity_of(i));
         };
-        const auto release = [&](auto pipeline, int j) { if (lane == 0) pipeline.release(base, pipe_index + j); };
+        const auto release = [&](auto pipeline, int j) {
+            if (lane == 0) pipeline.release(base, pipe_index + j);
+        };
         const auto mma_QK = [&](float (&S)[BLOCK_N / 2], int j) {
             const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
             const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(pipe_index + j) * Keys::BYTES));
@@ -221,7 +222,9 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, SmemAddr base, un
             warpgroup_fence_operand(softmax.O);
         };
         const PartialO<HEAD_DIM_V / 2, THREADS - 128> slot(partials, blockIdx.x);  // for long sums
-        const auto warp_scheduler_barrier_sync = [&] { if (PING_PONG) named_barrier_sync(scheduler_barrier, 256); };
+        const auto warp_scheduler_barrier_sync = [&] {
+            if (PING_PONG) named_barrier_sync(scheduler_barrier, 256);
+        };
         const auto warp_scheduler_barrier_arrive = [&] {
             if (PING_PONG) named_barrier_arrive(next_scheduler_barrier, 256);
         };
@@ -320,8 +323,7 @@ __device__ __forceinline__ void consumer_warpgroup(char* smem, SmemAddr base, un
         // recomputed. Rare.
         if (named_barrier_or(consumer_barrier, 128, !softmax.finite() || softmax.large(scaled.unit * Head::LOG2E)))
             attend_non_finite<64, 4>(Q, K, V, O, LSE, group, score, epilogue_info.b, epilogue_info.h, H, m0, warp % 4);
-        else
-            store_O_and_LSE(softmax, epilogue_info, scaled, O, LSE, H, q);
+        else store_O_and_LSE(softmax, epilogue_info, scaled, O, LSE, H, q);
     }
 }
 
@@ -333,13 +335,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     float* LSE,                                     // (B, H, Sq), contiguous
     const __grid_constant__ TensorMap Q_map,        // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,        // boxes of BLOCK_N rows
-    const __grid_constant__ TensorMap V_map,
-    int H,
-    int heads,                                      // B * H
-    int group,                                      // H / Hk
+    const __grid_constant__ TensorMap V_map, int H,
+    int heads,  // B * H
+    int group,  // H / Hk
     const __grid_constant__ Score score,
-    int full_wave_tiles,                            // work tiles that are not split (stream-K)
-    float* partials) {                              // per block: four counters, O; stream-K: partial O
+    int full_wave_tiles,  // work tiles that are not split (stream-K)
+    float* partials) {    // per block: four counters, O; stream-K: partial O
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);

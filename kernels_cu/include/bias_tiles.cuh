@@ -17,14 +17,13 @@ struct BiasTiles {
     // Loads the bias of query rows row0 .. and keys n0 .. of head (b, h). It completes on the barrier of K, which
     // expects STAGE_BYTES for it.
     static __device__ __forceinline__ void load(SmemAddr base, unsigned stage, const TensorMap& map, const Score& score,
-                                                int work_tile_h, int work_tile_b, int row0, int n0,
-                                                SmemAddr barrier) {
+                                                int work_tile_h, int work_tile_b, int row0, int n0, SmemAddr barrier) {
 #if BIAS
         const int h = score.bias.stride_h ? work_tile_h : 0, b = score.bias.stride_b ? work_tile_b : 0;
 #pragma unroll 1
         for (int consumer = 0; consumer < BLOCK_M / 64; ++consumer)
-            Tile::load_part(base + AT + stage * STAGE_BYTES + consumer * Tile::BYTES, map, n0,
-                            row0 + 64 * consumer, h, b, barrier);
+            Tile::load_part(base + AT + stage * STAGE_BYTES + consumer * Tile::BYTES, map, n0, row0 + 64 * consumer, h,
+                            b, barrier);
 #endif
     }
 

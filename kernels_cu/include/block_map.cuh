@@ -1,28 +1,36 @@
-// Members of Mask (mask.cuh): the block map, which says for each block of MAP_M queries x MAP_N keys whether a mask tensor or a user's
-// condition leaves some scores visible, and whether all (FlexAttention's block mask: Dong et al. 2024, arXiv:2412.05496). Causality,
-// windows and lengths are not in the map: mask.cuh computes their ranges.
+// Members of Mask (mask.cuh): the block map, which says for each block of MAP_M queries x MAP_N keys whether a mask
+// tensor or a user's condition leaves some scores visible, and whether all (FlexAttention's block mask: Dong et al.
+// 2024, arXiv:2412.05496). Causality, windows and lengths are not in the map: mask.cuh computes their ranges.
 //
 // clang-format off
 //   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][words, words, MAP_M * 16 * words],    words = 4 * ceil(Sk / (4 * 32 * MAP_N))
 // clang-format on
 //
-// One bit per block, 32 per word; the tiles of all kernels consist of whole blocks. A row of the map has `words` words of
-// SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With BY_PAIR (a mask tensor without a condition) one bit per (query, key)
-// follows, so that kernels read 32 keys of a row at once instead of a byte per key. Pair bits are written only for words of 512 keys
-// in which the 64 or 128 queries of one or two rows of the map see some keys but not all; other tiles do not read them.
+// One bit per block, 32 per word; the tiles of all kernels consist of whole blocks. A row of the map has `words` words
+// of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With BY_PAIR (a mask tensor without a condition) one bit
+// per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key. Pair bits are
+// written only for words of 512 keys in which the 64 or 128 queries of one or two rows of the map see some keys but not
+// all; other tiles do not read them.
 //
-// A kernel with MAPPED skips tiles without a visible score, and does not mask fully visible tiles. Tiles are multiples of MAP_N keys.
+// A kernel with MAPPED skips tiles without a visible score, and does not mask fully visible tiles. Tiles are multiples
+// of MAP_N keys.
 static constexpr bool MAPPED = BLOCK_MAP, BY_PAIR = BLOCK_MAP == 2;
 static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
 
-// In words: `words` of the diagram above; the offset of the pair bits of query `row` in a row of the map; the size of a row.
-static __device__ __forceinline__ int kind_words(const Score& score) { return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4; }
-static __device__ __forceinline__ int pair_bits_at(const Score& score, int row) { return kind_words(score) * (2 + row * (WORD_KEYS / 32)); }
+// In words: `words` of the diagram above; the offset of the pair bits of query `row` in a row of the map; the size of a
+// row.
+static __device__ __forceinline__ int kind_words(const Score& score) {
+    return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4;
+}
+static __device__ __forceinline__ int pair_bits_at(const Score& score, int row) {
+    return kind_words(score) * (2 + row * (WORD_KEYS / 32));
+}
 static __device__ __forceinline__ int row_words(const Score& score) { return pair_bits_at(score, BY_PAIR ? MAP_M : 0); }
 
 enum MapBits { SOME_VISIBLE, FULLY_VISIBLE };
 
-// A word of bits for query rows m0 .. m1 and keys from WORD_KEYS * word: the OR of the rows of the map for SOME_VISIBLE, else the AND.
+// A word of bits for query rows m0 .. m1 and keys from WORD_KEYS * word: the OR of the rows of the map for
+// SOME_VISIBLE, else the AND.
 template <MapBits BITS>
 __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
     unsigned bits = BITS == FULLY_VISIBLE ? ~0u : 0;
@@ -45,7 +53,8 @@ __device__ __forceinline__ bool map_covers(int m0, int m1, int n0) const {
     const int begin = n0 / MAP_N, end = (min(n0 + KEYS, score.Sk) + MAP_N - 1) / MAP_N;
 #pragma unroll 1
     for (int word = begin / 32; word * 32 < end; ++word) {
-        const unsigned in_tile = (begin > word * 32 ? ~0u << begin % 32 : ~0u) & (end < word * 32 + 32 ? ~(~0u << end % 32) : ~0u);
+        const unsigned in_tile =
+            (begin > word * 32 ? ~0u << begin % 32 : ~0u) & (end < word * 32 + 32 ? ~(~0u << end % 32) : ~0u);
         const unsigned bits = map_word<BITS>(m0, m1, word) & in_tile;
         if (BITS == SOME_VISIBLE && bits) return true;
         if (BITS == FULLY_VISIBLE && bits != in_tile) return false;
@@ -66,7 +75,8 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
     const unsigned* const at = block_map + min(m0, Sq - 1) / MAP_M * score.block_map.stride_i;
     const unsigned in_tile = ~(~0u << min(KEYS / MAP_N, (score.Sk + MAP_N - 1) / MAP_N - begin));
     const auto bits = [&](const unsigned* kind) {
-        return static_cast<unsigned>((static_cast<unsigned long long>(kind[next]) << 32 | kind[word]) >> begin % 32) & in_tile;
+        return static_cast<unsigned>((static_cast<unsigned long long>(kind[next]) << 32 | kind[word]) >> begin % 32) &
+               in_tile;
     };
     const unsigned some = bits(at), all = bits(at + words);
     return {m0 < Sq && some, m0 >= Sq || all == in_tile};
@@ -75,24 +85,26 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
 #endif
 }
 
-// BY_PAIR: the bits of keys n0 .. n0 + KEYS of a query row, the last one for query_row >= Sq. n0 is a multiple of 16, or of 32 if
-// KEYS is.
+// BY_PAIR: the bits of keys n0 .. n0 + KEYS of a query row, the last one for query_row >= Sq. n0 is a multiple of 16,
+// or of 32 if KEYS is.
 template <int KEYS>
 __device__ __forceinline__ void pair_bits(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP
     static_assert(KEYS % MAP_N == 0, "whole half-words");
-    static_assert(!BY_PAIR || WORD_KEYS % KEYS == 0, "a tile's keys are in one word of the map: pair bits of others may not be written");
+    static_assert(!BY_PAIR || WORD_KEYS % KEYS == 0,
+                  "a tile's keys are in one word of the map: pair bits of others may not be written");
     const int row = min(query_row, Sq - 1);
     const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + pair_bits_at(score, row % MAP_M);
     const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;
 #pragma unroll
     for (int k = 0; k < (KEYS + 31) / 32; ++k)
-        bits[k] = KEYS % 32 == 0 ? at[n0 / 32 + k] : halves[2 * k] | (2 * k + 1 < KEYS / 16 ? halves[2 * k + 1] << 16 : 0);
+        bits[k] =
+            KEYS % 32 == 0 ? at[n0 / 32 + k] : halves[2 * k] | (2 * k + 1 < KEYS / 16 ? halves[2 * k + 1] << 16 : 0);
 #endif
 }
 
-// The first of the key tiles `tile` .. `end`, KEYS keys each, with a score visible to query rows m0 .. m1; `end` if there is none.
-// Reads four words at a time, 2048 keys, to skip long hidden ranges quickly.
+// The first of the key tiles `tile` .. `end`, KEYS keys each, with a score visible to query rows m0 .. m1; `end` if
+// there is none. Reads four words at a time, 2048 keys, to skip long hidden ranges quickly.
 template <int KEYS>
 __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {
 #if BLOCK_MAP
@@ -101,7 +113,8 @@ __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) 
         uint4 words = {};
 #pragma unroll 2
         for (int row = m0 / MAP_M; row <= (min(m1, Sq) - 1) / MAP_M; ++row) {
-            const uint4 four = *reinterpret_cast<const uint4*>(block_map + row * score.block_map.stride_i + bit / 128 * 4);
+            const uint4 four =
+                *reinterpret_cast<const uint4*>(block_map + row * score.block_map.stride_i + bit / 128 * 4);
             words.x |= four.x, words.y |= four.y, words.z |= four.z, words.w |= four.w;
         }
         const unsigned four[4] = {words.x, words.y, words.z, words.w};
@@ -120,13 +133,14 @@ __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) 
 #endif
 }
 
-// The first row of the first query tile of ROWS rows in m0 .. end with a score visible in keys n0 .. n0 + KEYS; a row >= end if there
-// is none. A warp collective: each lane tests one tile.
+// The first row of the first query tile of ROWS rows in m0 .. end with a score visible in keys n0 .. n0 + KEYS; a row
+// >= end if there is none. A warp collective: each lane tests one tile.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int next_query_tile(int m0, int end, int n0) const {
     for (; MAPPED && m0 < end; m0 += 32 * ROWS) {
         const int lane_m0 = m0 + static_cast<int>(threadIdx.x % 32) * ROWS;
-        const unsigned lanes = __ballot_sync(0xffffffffu, lane_m0 < end && map_covers<SOME_VISIBLE, KEYS>(lane_m0, lane_m0 + ROWS, n0));
+        const unsigned lanes =
+            __ballot_sync(0xffffffffu, lane_m0 < end && map_covers<SOME_VISIBLE, KEYS>(lane_m0, lane_m0 + ROWS, n0));
         if (lanes) return m0 + (__ffs(lanes) - 1) * ROWS;
     }
     return m0;

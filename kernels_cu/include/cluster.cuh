@@ -1,5 +1,6 @@
-// Thread block clusters (compute capability 9.0): CLUSTER blocks, adjacent along x, run at the same time and access each other's
-// shared memory (DSMEM). With CLUSTER = 1 these functions do nothing, except that cluster_sync is __syncthreads.
+// Thread block clusters (compute capability 9.0): CLUSTER blocks, adjacent along x, run at the same time and access
+// each other's shared memory (DSMEM). With CLUSTER = 1 these functions do nothing, except that cluster_sync is
+// __syncthreads.
 //
 // clang-format off
 //   cluster_arrive();                         this block has started
@@ -14,8 +15,8 @@
 // This block's rank in its cluster.
 __device__ __forceinline__ unsigned cluster_cta_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
-// Arrives at the cluster barrier without waiting; waits until all blocks of the cluster have arrived. Call each once, before any
-// cluster_sync.
+// Arrives at the cluster barrier without waiting; waits until all blocks of the cluster have arrived. Call each once,
+// before any cluster_sync.
 __device__ __forceinline__ void cluster_arrive() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -27,8 +28,8 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Waits for all threads of the cluster; their stores to shared memory are then visible. A block must not exit while other blocks
-// access its shared memory.
+// Waits for all threads of the cluster; their stores to shared memory are then visible. A block must not exit while
+// other blocks access its shared memory.
 __device__ __forceinline__ void cluster_sync() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");

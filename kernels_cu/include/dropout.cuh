@@ -1,9 +1,10 @@
-// Dropout: which elements of P are kept, as a pure function of the seed and of (b, h, i, j): the same in every kernel and tile.
-// sandbox/reference/dropout.py is the definition in NumPy.
+// Dropout: which elements of P are kept, as a pure function of the seed and of (b, h, i, j): the same in every kernel
+// and tile. sandbox/reference/dropout.py is the definition in NumPy.
 //
-// One call of Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") gives random bits for the eight
-// elements of a 16 x 16 block of P that one lane has in the accumulators of two adjacent m16n8 MMAs. Packed to 16 bits, these
-// elements are the four registers of an A operand. Word k of the call belongs to register k, 16 bits per element:
+// One call of Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") gives random bits for
+// the eight elements of a 16 x 16 block of P that one lane has in the accumulators of two adjacent m16n8 MMAs. Packed
+// to 16 bits, these elements are the four registers of an A operand. Word k of the call belongs to register k, 16 bits
+// per element:
 //
 // clang-format off
 //   queries along rows (forward)              keys along rows (backward: S^T)
@@ -15,8 +16,8 @@
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 
-// Philox 4x32-10 of N counters of four words, in place, with the seed as key. The N calls run in lockstep and share the round keys.
-// A round is two wide multiplications and two three-input XORs.
+// Philox 4x32-10 of N counters of four words, in place, with the seed as key. The N calls run in lockstep and share the
+// round keys. A round is two wide multiplications and two three-input XORs.
 template <int N>
 __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long long seed) {
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
@@ -24,7 +25,7 @@ __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long
     for (int round = 0; round < 10; ++round) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            unsigned(&c)[4] = counters[n];
+            unsigned (&c)[4] = counters[n];
             const unsigned long long product0 = 0xD2511F53ull * c[0], product1 = 0xCD9E8D57ull * c[2];
             c[0] = static_cast<unsigned>(product1 >> 32) ^ c[1] ^ k0;
             c[1] = static_cast<unsigned>(product1);
@@ -39,7 +40,8 @@ __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long
 struct KeepMask {
     unsigned word[4], threshold;
 
-    // Register i, two 16-bit elements, with dropped elements set to 0. Two predicated instructions; `mask` and an AND take three.
+    // Register i, two 16-bit elements, with dropped elements set to 0. Two predicated instructions; `mask` and an AND
+    // take three.
     __device__ __forceinline__ unsigned apply(int i, unsigned packed) const {
         if (!keep_low(i)) packed &= 0xffff0000u;
         if (!keep_high(i)) packed &= 0x0000ffffu;
@@ -79,7 +81,8 @@ struct Dropout {
         return (j & 1 ? word : word << 16) >= threshold;
     }
 
-    // Keep masks of N adjacent blocks, the first at (i, j), multiples of 16: this lane's elements with queries along rows.
+    // Keep masks of N adjacent blocks, the first at (i, j), multiples of 16: this lane's elements with queries along
+    // rows.
     template <int N>
     __device__ __forceinline__ void along_queries(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         unsigned words[N][4];
@@ -94,14 +97,16 @@ struct Dropout {
         const unsigned thread = thread_index_x(), g = thread % 32 / 4, q = thread % 4;
         unsigned words[N][4];
         draw(words, i, j, (2 * q + g % 2) * 4 + g / 2);
-        const unsigned low = 0x5410, high = 0x7632;  // selectors of __byte_perm: the low, or high, half-words of both words
+        const unsigned low = 0x5410,
+                       high = 0x7632;  // selectors of __byte_perm: the low, or high, half-words of both words
         const unsigned own = g % 2 ? high : low, other = g % 2 ? low : high;
-        const unsigned first = g % 2 ? 0x1054 : 0x5410, second = g % 2 ? 0x3276 : 0x7632;  // own bits belong to query 2q + g % 2
+        const unsigned first = g % 2 ? 0x1054 : 0x5410,
+                       second = g % 2 ? 0x3276 : 0x7632;  // own bits belong to query 2q + g % 2
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             kept[n].threshold = threshold;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {  // keys g + 8k
+            for (int k = 0; k < 2; ++k) {                                     // keys g + 8k
                 const unsigned a = words[n][2 * k], b = words[n][2 * k + 1];  // queries 0 .. 7, queries 8 .. 15
                 const unsigned used = __byte_perm(a, b, own);
                 const unsigned received = __shfl_xor_sync(0xffffffffu, __byte_perm(a, b, other), 4);

@@ -1,5 +1,5 @@
-// Number types of score expressions: `Real`, and for the backward `Dual`, a value with its derivative (forward-mode automatic
-// differentiation: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3).
+// Number types of score expressions: `Real`, and for the backward `Dual`, a value with its derivative (forward-mode
+// automatic differentiation: Griewank and Walther, Evaluating Derivatives, 2008, chapter 3).
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 
@@ -37,14 +37,20 @@ DUAL_FN Dual operator/(Real a, Dual b) {
     const Real quotient = a / b.value;
     return {quotient, -quotient * b.derivative / b.value};
 }
-#define COMPARE(op) \
+#define COMPARE(op)                                                         \
     DUAL_FN bool operator op(Dual a, Dual b) { return a.value op b.value; } \
-    DUAL_FN bool operator op(Dual a, Real b) { return a.value op b; } \
+    DUAL_FN bool operator op(Dual a, Real b) { return a.value op b; }       \
     DUAL_FN bool operator op(Real a, Dual b) { return a op b.value; }
-COMPARE(<) COMPARE(<=) COMPARE(>) COMPARE(>=) COMPARE(==) COMPARE(!=)
+COMPARE(<)
+COMPARE(<=)
+COMPARE(>)
+COMPARE(>=)
+COMPARE(==)
+COMPARE(!=)
 #undef COMPARE
 
-// The functions that an expression may call, for integers, Real and Dual. The namespace hides other functions of these names.
+// The functions that an expression may call, for integers, Real and Dual. The namespace hides other functions of these
+// names.
 namespace expression {
 
 #if defined(DTYPE_float32)
@@ -70,11 +76,17 @@ DUAL_FN Dual tanh(Dual x) {
     return {y, (1 - y * y) * x.derivative};
 }
 template <class A>
-DUAL_FN A abs(A x) { return x < 0 ? -x : x; }
+DUAL_FN A abs(A x) {
+    return x < 0 ? -x : x;
+}
 template <class A, class B>
-DUAL_FN auto min(A a, B b) -> decltype(a + b) { return b < a ? decltype(a + b)(b) : decltype(a + b)(a); }
+DUAL_FN auto min(A a, B b) -> decltype(a + b) {
+    return b < a ? decltype(a + b)(b) : decltype(a + b)(a);
+}
 template <class A, class B>
-DUAL_FN auto max(A a, B b) -> decltype(a + b) { return a < b ? decltype(a + b)(b) : decltype(a + b)(a); }
+DUAL_FN auto max(A a, B b) -> decltype(a + b) {
+    return a < b ? decltype(a + b)(b) : decltype(a + b)(a);
+}
 template <class A, class B>
 DUAL_FN auto where(bool condition, A a, B b) -> decltype(a + b) {
     return condition ? decltype(a + b)(a) : decltype(a + b)(b);

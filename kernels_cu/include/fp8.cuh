@@ -35,11 +35,15 @@ __device__ __forceinline__ unsigned pack4(float x0, float x1, float x2, float x3
     if (IS_E5M2<T>)
         asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
             "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
-            "mov.b32 %0, {low, high};\n}" : "=r"(packed) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+            "mov.b32 %0, {low, high};\n}"
+            : "=r"(packed)
+            : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     else
         asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
             "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-            "mov.b32 %0, {low, high};\n}" : "=r"(packed) : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+            "mov.b32 %0, {low, high};\n}"
+            : "=r"(packed)
+            : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
     return packed;
 }
 
@@ -48,11 +52,13 @@ template <class T>
 __device__ __forceinline__ void mma_m16n8k32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     if (IS_E5M2<T>)
         asm("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     else
         asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
@@ -78,11 +84,13 @@ __device__ __forceinline__ void columns_as_halves(unsigned keys, unsigned& even,
     if (IS_E5M2<T>)
         asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
             "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
-            : "=r"(even), "=r"(odd) : "r"(columns));
+            : "=r"(even), "=r"(odd)
+            : "r"(columns));
     else
         asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
             "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
-            : "=r"(even), "=r"(odd) : "r"(columns));
+            : "=r"(even), "=r"(odd)
+            : "r"(columns));
 }
 
 // Stores four adjacent elements of O, aligned to their total size.

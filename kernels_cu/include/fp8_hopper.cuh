@@ -11,26 +11,30 @@ template <class T, int R>
 struct Wgmma8;  // operands of type T, R = N / 2 accumulators per thread
 
 // Each row of the table is one width N, as in hopper.cuh, for both types.
-#define WGMMA8_OF(T, TYPES, N, LIST, OUT, X0, X1, X2, X3, X4, X5) \
-    template <> \
-    struct Wgmma8<T, N / 2> { \
-        static __device__ __forceinline__ void ss(float (&d)[N / 2], Descriptor a, Descriptor b, bool accumulate) { \
-            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2 ", 0;\n" \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" LIST "}, " X0 ", " X1 \
-                         ", accumulate, 1, 1;\n}" \
-                         : OUT : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate))); \
-        } \
-        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, \
-                                                  bool accumulate) { \
-            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5 ", 0;\n" \
+#define WGMMA8_OF(T, TYPES, N, LIST, OUT, X0, X1, X2, X3, X4, X5)                                                    \
+    template <>                                                                                                      \
+    struct Wgmma8<T, N / 2> {                                                                                        \
+        static __device__ __forceinline__ void ss(float (&d)[N / 2], Descriptor a, Descriptor b, bool accumulate) {  \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2                                    \
+                         ", 0;\n"                                                                                    \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" LIST "}, " X0 ", " X1          \
+                         ", accumulate, 1, 1;\n}"                                                                    \
+                         : OUT                                                                                       \
+                         : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)));                         \
+        }                                                                                                            \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b,           \
+                                                  bool accumulate) {                                                 \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5                                    \
+                         ", 0;\n"                                                                                    \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" LIST "}, {" X0 ", " X1 ", " X2 \
-                         ", " X3 "}, " X4 ", accumulate, 1, 1;\n}" \
-                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), \
-                                 "r"(static_cast<int>(accumulate))); \
-        } \
+                         ", " X3 "}, " X4 ", accumulate, 1, 1;\n}"                                                   \
+                         : OUT                                                                                       \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()),                                \
+                           "r"(static_cast<int>(accumulate)));                                                       \
+        }                                                                                                            \
     };
 #define OUT(...) __VA_ARGS__
-#define WGMMA8(N, LIST, D, ...) \
+#define WGMMA8(N, LIST, D, ...)                                         \
     WGMMA8_OF(__nv_fp8_e4m3, "e4m3.e4m3", N, LIST, OUT(D), __VA_ARGS__) \
     WGMMA8_OF(__nv_fp8_e5m2, "e5m2.e5m2", N, LIST, OUT(D), __VA_ARGS__)
 WGMMA8(16, L8, OUT(D8(0)), "%8", "%9", "%10", "%11", "%12", "%13")

@@ -62,8 +62,8 @@ __device__ __forceinline__ void store_O_and_LSE(const Fp8SoftmaxState& softmax, 
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 16; ++i) {  // even columns of each 16 in one block of 8, odd in the next
             const float* o = softmax.O + 8 * i + 2 * half;
-            store4(dst + 8 * half * O.stride_s + 16 * i,
-                   o[0] * inverse, o[4] * inverse, o[1] * inverse, o[5] * inverse);
+            store4(dst + 8 * half * O.stride_s + 16 * i, o[0] * inverse, o[4] * inverse, o[1] * inverse,
+                   o[5] * inverse);
         }
     }
 }

@@ -35,7 +35,9 @@ __device__ __forceinline__ void mbarrier_wait(SmemAddr barrier, unsigned parity)
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
         "@!ended bra again;\n"
-        "}" ::"r"(barrier), "r"(parity) : "memory");
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
 // Whether the phase of that parity has completed, without waiting; and a wait that is skipped if that is known
@@ -44,7 +46,9 @@ __device__ __forceinline__ unsigned mbarrier_test_wait(SmemAddr barrier, unsigne
     unsigned ended;
     asm volatile(
         "{\n.reg .pred ended;\nmbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\nselp.b32 %0, 1, 0, ended;\n}"
-        : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
     return ended;
 }
 __device__ __forceinline__ void mbarrier_wait_unless(unsigned ended, SmemAddr barrier, unsigned parity) {
@@ -57,7 +61,9 @@ __device__ __forceinline__ void mbarrier_wait_unless(unsigned ended, SmemAddr ba
         "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
         "@!ended bra again;\n"
         "there:\n"
-        "}" ::"r"(barrier), "r"(parity), "r"(ended) : "memory");
+        "}" ::"r"(barrier),
+        "r"(parity), "r"(ended)
+        : "memory");
 }
 
 // ---- the async proxy, through which TMA and wgmma access shared memory
@@ -81,28 +87,32 @@ constexpr int RAGGED_ROWS = 1 << 30;
 // Loads the box at column d, row s of head (b, h); elements out of bounds become zeros. The bytes of the box count
 // towards the barrier's transactions when they have arrived.
 __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
-                                            SmemAddr barrier) {
+                                         SmemAddr barrier) {
 #if RAGGED
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-        ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS) : "memory");
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS)
+        : "memory");
 #else
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-        ::"r"(to), "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b)
+        : "memory");
 #endif
 }
 
 // Stores a box from shared memory; elements out of bounds are not written.
 __device__ __forceinline__ void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from) {
 #if RAGGED
-    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
-                 ::"l"(&map), "r"(from), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS) : "memory");
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS)
+                 : "memory");
 #else
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(&map), "r"(from), "r"(d), "r"(s), "r"(h), "r"(b) : "memory");
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(d), "r"(s), "r"(h), "r"(b)
+                 : "memory");
 #endif
 }
 
@@ -116,8 +126,8 @@ __device__ __forceinline__ void store_floats(SmemAddr to, float x0, float x1, fl
 
 // Adds, or stores, a lane's four floats of add_fragment (ptx.cuh) at its own address in global memory.
 __device__ __forceinline__ void add_floats(float* to, const float (&x)[4]) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
 }
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
@@ -126,14 +136,15 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
 // Adds `bytes` bytes of fp32 values in shared memory to those at `to`, atomically, in L2. Both addresses and `bytes`
 // are multiples of 16. Belongs to a bulk group, as tma_store.
 __device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigned bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
 }
 
 // The same, but stores instead of adding.
 __device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
 }
 
 // Waits until this thread's bulk groups have read shared memory, except for the PENDING newest ones.
@@ -172,8 +183,8 @@ __device__ __forceinline__ unsigned counter_load(const unsigned* counter) {
     return arrived;
 }
 __device__ __forceinline__ void counter_arrive_acquire(unsigned* counter) {
-    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;"
-                 ::"l"(counter) : "memory");
+    asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;\nfence.proxy.async.global;" ::"l"(counter)
+                 : "memory");
 }
 // Adds one and returns the previous value; acquire, as counter_wait.
 __device__ __forceinline__ unsigned counter_fetch_add(unsigned* counter) {
@@ -236,9 +247,9 @@ __device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
 
 // Each WGMMA(...) below is one width N of wgmma: the N / 2 accumulators in the asm text (L...) and as asm operands
 // (D...), then the numbers of the other operands.
-#define D8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-    "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D8(i)                                                                                                   \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
 #define D16(i) D8(i), D8(i + 8)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
@@ -267,26 +278,30 @@ __device__ __forceinline__ void wgmma_discard(float (&d)[R]) {
 template <int R>
 struct Wgmma;  // R = N / 2 accumulators per thread
 
-#define WGMMA(N, LIST, OUT, X0, X1, X2, X3, X4, X5, X6) \
-    template <> \
-    struct Wgmma<N / 2> { \
-        template <int A_TRANSPOSED, int B_TRANSPOSED> \
-        static __device__ __forceinline__ void ss(float (&d)[N / 2], Descriptor a, Descriptor b, bool accumulate) { \
-            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2 ", 0;\n" \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, " X0 ", " X1 \
-                         ", accumulate, 1, 1, " X3 ", " X4 ";\n}" \
-                         : OUT : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(A_TRANSPOSED), \
-                                 "n"(B_TRANSPOSED)); \
-        } \
-        template <int TRANSPOSED> \
-        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b, \
-                                                  bool accumulate) { \
-            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5 ", 0;\n" \
+#define WGMMA(N, LIST, OUT, X0, X1, X2, X3, X4, X5, X6)                                                                \
+    template <>                                                                                                        \
+    struct Wgmma<N / 2> {                                                                                              \
+        template <int A_TRANSPOSED, int B_TRANSPOSED>                                                                  \
+        static __device__ __forceinline__ void ss(float (&d)[N / 2], Descriptor a, Descriptor b, bool accumulate) {    \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X2                                      \
+                         ", 0;\n"                                                                                      \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, " X0 ", " X1          \
+                         ", accumulate, 1, 1, " X3 ", " X4 ";\n}"                                                      \
+                         : OUT                                                                                         \
+                         : "l"(a.bits()), "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(A_TRANSPOSED),         \
+                           "n"(B_TRANSPOSED));                                                                         \
+        }                                                                                                              \
+        template <int TRANSPOSED>                                                                                      \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const unsigned (&a)[4], Descriptor b,             \
+                                                  bool accumulate) {                                                   \
+            asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " X5                                      \
+                         ", 0;\n"                                                                                      \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1 ", " X2 \
-                         ", " X3 "}, " X4 ", accumulate, 1, 1, " X6 ";\n}" \
-                         : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), \
-                                 "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED)); \
-        } \
+                         ", " X3 "}, " X4 ", accumulate, 1, 1, " X6 ";\n}"                                             \
+                         : OUT                                                                                         \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()),                                  \
+                           "r"(static_cast<int>(accumulate)), "n"(TRANSPOSED));                                        \
+        }                                                                                                              \
     };
 #define OUT(...) __VA_ARGS__
 WGMMA(16, L8, OUT(D8(0)), "%8", "%9", "%10", "%11", "%12", "%13", "%14")
@@ -370,18 +385,22 @@ __device__ __forceinline__ bool named_barrier_or(unsigned id, unsigned threads, 
     asm volatile(
         "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %3, 0;\n"
         "bar.red.or.pred any, %1, %2, mine;\nselp.b32 %0, 1, 0, any;\n}"
-        : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(predicate)) : "memory");
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"(static_cast<int>(predicate))
+        : "memory");
     return uniform(any);
 }
 
 // The inverse of ldmatrix_x4: lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
 }
 
 // The same with each matrix transposed: lane i gives the address of row i % 8 of the transposed matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4_trans(SmemAddr row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(row), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
 }

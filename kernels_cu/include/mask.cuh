@@ -1,8 +1,8 @@
 // Masking: which scores are hidden, which tiles have a visible score, and which tiles need no mask.
 //
-// Lengths, causality and windows are ranges of keys per query row, computed without memory accesses. A mask tensor and a user's
-// condition are evaluated per (query, key); for tiles the block map has the result (block_map.cuh).
-// Part of score_mod.cuh, included after seqlen.cuh. Kernels use these functions through their Head.
+// Lengths, causality and windows are ranges of keys per query row, computed without memory accesses. A mask tensor and
+// a user's condition are evaluated per (query, key); for tiles the block map has the result (block_map.cuh). Part of
+// score_mod.cuh, included after seqlen.cuh. Kernels use these functions through their Head.
 #pragma once
 
 struct Range {
@@ -11,10 +11,11 @@ struct Range {
 
 // The mask of head h of batch entry b.
 struct Mask : SeqlenInfo {
-    static constexpr bool FIRST = WINDOW & 1;                                    // the keys of a row have a lower bound
-    static constexpr bool LAST = CAUSAL || WINDOW & 2;                           // the keys of a row have an upper bound
-    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;                 // visibility is read or computed per element
-    static constexpr bool HIDES = FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
+    static constexpr bool FIRST = WINDOW & 1;                     // the keys of a row have a lower bound
+    static constexpr bool LAST = CAUSAL || WINDOW & 2;            // the keys of a row have an upper bound
+    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;  // visibility is read or computed per element
+    static constexpr bool HIDES =
+        FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
 
 #if MASK
     const bool* mask;
@@ -61,7 +62,8 @@ struct Mask : SeqlenInfo {
         return key_col < Sk && (!LAST || key_col <= last_key(query_row)) && (!FIRST || key_col >= first_key(query_row));
     }
 
-    // Whether the mask tensor and the user's condition leave key_col visible to query_row. Requires query_row < Sq, key_col < Sk.
+    // Whether the mask tensor and the user's condition leave key_col visible to query_row. Requires query_row < Sq,
+    // key_col < Sk.
     __device__ __forceinline__ bool mask_allows(int query_row, int key_col) const {
         bool allowed = true;
 #if MASK
@@ -84,8 +86,9 @@ struct Mask : SeqlenInfo {
         return query_row < Sq && visible(query_row, key_col);
     }
 
-    // Visibility of COUNT consecutive keys of a query row, or with ALONG_KEYS = false of query rows of a key, from (query_row, key_col)
-    // on: operator()(k) is that of the k-th. The constructor evaluates an element mask; ranges are compared at each call.
+    // Visibility of COUNT consecutive keys of a query row, or with ALONG_KEYS = false of query rows of a key, from
+    // (query_row, key_col) on: operator()(k) is that of the k-th. The constructor evaluates an element mask; ranges are
+    // compared at each call.
     template <int COUNT, bool ALONG_KEYS>
     struct VisibleRun {
         static_assert(!ELEMENT_MASK || COUNT <= 64, "one bit per pair");
@@ -106,13 +109,18 @@ struct Mask : SeqlenInfo {
         }
     };
     template <int COUNT>
-    __device__ __forceinline__ VisibleRun<COUNT, true> visible_keys(int query_row, int n0) const { return {*this, query_row, n0}; }
+    __device__ __forceinline__ VisibleRun<COUNT, true> visible_keys(int query_row, int n0) const {
+        return {*this, query_row, n0};
+    }
     template <int COUNT>
-    __device__ __forceinline__ VisibleRun<COUNT, false> visible_query_rows(int m0, int key_col) const { return {*this, m0, key_col}; }
+    __device__ __forceinline__ VisibleRun<COUNT, false> visible_query_rows(int m0, int key_col) const {
+        return {*this, m0, key_col};
+    }
 
-    // ---- ranges of keys for a tile of query rows, and of query rows for a tile of keys. Outside of `keys` and `queries` no score of the
-    // tile is visible; in `fully_visible_…` every score is. A range is begin .. end - 1, and empty if end <= begin. BY_MAP: the caller
-    // also tests the block map; otherwise an element mask makes the fully visible range empty.
+    // ---- ranges of keys for a tile of query rows, and of query rows for a tile of keys. Outside of `keys` and
+    // `queries` no score of the tile is visible; in `fully_visible_…` every score is. A range is begin .. end - 1, and
+    // empty if end <= begin. BY_MAP: the caller also tests the block map; otherwise an element mask makes the fully
+    // visible range empty.
 
     // Keys for query rows m0 .. m1 - 1; m1 may exceed Sq.
     __device__ __forceinline__ Range keys(int m0, int m1) const {

@@ -36,7 +36,8 @@ struct PairMask {
     __device__ __forceinline__ void load(const Head& head, int row, int n0, bool fully_visible) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (fully_visible) for (unsigned& word : words[half]) word = ~0u;
+            if (fully_visible)
+                for (unsigned& word : words[half]) word = ~0u;
             else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
     }
@@ -46,8 +47,8 @@ struct PairMask {
         const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
 #pragma unroll
         for (int k = 0; k < WORDS; ++k)
-            words[half][k] = words[half][k] >> column & before(end - 32 * k) &
-                             ~(Head::FIRST ? before(begin - 32 * k) : 0u);
+            words[half][k] =
+                words[half][k] >> column & before(end - 32 * k) & ~(Head::FIRST ? before(begin - 32 * k) : 0u);
     }
     // Whether accumulator S[i] is visible.
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }

@@ -92,7 +92,7 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
 // The 64 query rows of one consumer warpgroup in a work tile, and the key tiles that they see.
 struct ConsumerTiles : WorkTileRange {
     const unsigned warp, consumer;
-    const int m0, first_row;         // first row of the warpgroup, and of the warp's 16
+    const int m0, first_row;  // first row of the warpgroup, and of the warp's 16
     const Head head;
     const Range own;
     const int own_tiles, first_own;  // index of the first own tile; only other consumers see the tiles before it
@@ -102,7 +102,9 @@ struct ConsumerTiles : WorkTileRange {
     __device__ __forceinline__ ConsumerTiles(const WorkTile& tile, unsigned warp, const Score& score)
         : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1), m0(row0 + 64 * consumer),
           first_row(m0 + warp % 4 * 16), head(sequence(score), h()), own(n_block_range(head, m0, m0 + 64)),
-          own_tiles(Head::MAPPED ? tiles : m0 < head.Sq ? own.end - own.begin : 0),
+          own_tiles(Head::MAPPED   ? tiles
+                    : m0 < head.Sq ? own.end - own.begin
+                                   : 0),
           first_own(first_own_tile(own, own_tiles)),
           last(Head::MAPPED && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
           fully_visible(head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16)) {}

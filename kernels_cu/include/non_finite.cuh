@@ -1,14 +1,15 @@
-// The non-finite fallback: attention with one warp per row, which visits only visible keys, one at a time. Slow, but correct for any
-// input. Tensor-core kernels multiply P = 0 of a masked key by its V, and 0 * NaN = NaN would affect rows that must not depend on
-// that key. Rows whose result is not finite are therefore computed again by these functions. In the backward, kernels also set P to
-// NaN for rows with a large LSE (Head::is_large), so that their gradients are computed here.
+// The non-finite fallback: attention with one warp per row, which visits only visible keys, one at a time. Slow, but
+// correct for any input. Tensor-core kernels multiply P = 0 of a masked key by its V, and 0 * NaN = NaN would affect
+// rows that must not depend on that key. Rows whose result is not finite are therefore computed again by these
+// functions. In the backward, kernels also set P to NaN for rows with a large LSE (Head::is_large), so that their
+// gradients are computed here.
 #pragma once
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
-// Not inlined, so that it does not use registers of the mainloop. Hopper kernels define FALLBACK_INLINE as __forceinline__: after a call
-// the compiler assumes that a warp may have diverged and adds a WARPSYNC before each wgmma, which made causal fwd_wgmma 4 ... 11% slower
-// (experiments/008_hopper).
+// Not inlined, so that it does not use registers of the mainloop. Hopper kernels define FALLBACK_INLINE as
+// __forceinline__: after a call the compiler assumes that a warp may have diverged and adds a WARPSYNC before each
+// wgmma, which made causal fwd_wgmma 4 ... 11% slower (experiments/008_hopper).
 #ifndef FALLBACK_INLINE
 #define FALLBACK_INLINE __noinline__
 #endif
@@ -16,11 +17,13 @@
 // A lane has every 32nd column: at most this many.
 constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31) / 32;
 
-// O and LSE of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
+// O and LSE of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by WARPS_ warps; `warp` is
+// this warp's index.
 template <int ROWS, int WARPS_>
 __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
-                                               const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE, int group,
-                                               const Score& score, int b, int h, int H, int m0, int warp) {
+                                                  const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE,
+                                                  int group, const Score& score, int b, int h, int H, int m0,
+                                                  int warp) {
     const Head head(score, b, h);
     const int lane = threadIdx.x % 32;
     for (int i = m0 + warp; i < min(m0 + ROWS, head.Sq); i += WARPS_) {
@@ -35,7 +38,8 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
             const float shift = m_new == -INF ? 0.0f : m_new;
             const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keep(i, j) ? p : 0.0f;
             for (int d = 0; d < OWNED_COLS_V; ++d)
-                if (lane + 32 * d < HEAD_DIM_V) o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);
+                if (lane + 32 * d < HEAD_DIM_V)
+                    o[d] = alpha * o[d] + kept * to_float(head.key(V, h / group, j)[lane + 32 * d]);
             l = alpha * l + p;
             m = m_new;
         }
@@ -49,8 +53,8 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
 // P after dropout (p), and dS, of query row i and key j. All lanes of the warp call it.
 struct Pair {
     float p, ds;
-    __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse, float delta,
-                                    const Head& head, int i, int j) {
+    __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse,
+                                    float delta, const Head& head, int i, int j) {
         float s = 0.0f, dp = 0.0f;
         for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
         for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
@@ -62,13 +66,14 @@ struct Pair {
     }
 };
 
-// dK and dV of keys n0 .. n0 + ROWS - 1 of head kv_head and batch entry b, computed by WARPS_ warps; `warp` is this warp's index.
+// dK and dV of keys n0 .. n0 + ROWS - 1 of head kv_head and batch entry b, computed by WARPS_ warps; `warp` is this
+// warp's index.
 template <int ROWS, int WARPS_>
 __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
-                                                      const View<const dtype>& V, const View<const dtype>& dO,
-                                                      const float* LSE, const float* delta, const View<dtype>& dK,
-                                                      const View<dtype>& dV, int group, const Score& score, int b, int kv_head, int H,
-                                                      int n0, int warp) {
+                                                         const View<const dtype>& V, const View<const dtype>& dO,
+                                                         const float* LSE, const float* delta, const View<dtype>& dK,
+                                                         const View<dtype>& dV, int group, const Score& score, int b,
+                                                         int kv_head, int H, int n0, int warp) {
     const int lane = threadIdx.x % 32;
     const SeqlenInfo seqlen(score, b);
     for (int j = n0 + warp; j < min(n0 + ROWS, seqlen.key_rows()); j += WARPS_) {
@@ -80,8 +85,8 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
             for (int i = queries.begin; i < queries.end; ++i) {
                 if (!head.visible(i, j)) continue;
                 const dtype *q = head.query(Q, h, i), *grad = head.query(dO, h, i);
-                const Pair pair(q, head.key(K, kv_head, j), head.key(V, kv_head, j), grad, LSE[first + i], delta[first + i], head,
-                                i, j);
+                const Pair pair(q, head.key(K, kv_head, j), head.key(V, kv_head, j), grad, LSE[first + i],
+                                delta[first + i], head, i, j);
                 for (int d = lane; d < HEAD_DIM; d += 32) dk[d / 32] += pair.ds * to_float(q[d]);
                 for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += pair.p * to_float(grad[d]);
             }
@@ -91,11 +96,13 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
     }
 }
 
-// Columns d0 .. d0 + COLS - 1 of dQ, of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by one warp.
+// Columns d0 .. d0 + COLS - 1 of dQ, of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by
+// one warp.
 template <int ROWS, int COLS>
-__device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K, const View<const dtype>& V,
-                                                   const View<const dtype>& dO, const float* LSE, const float* delta,
-                                                   const View<dtype>& dQ, int group, const Score& score, int b, int h, unsigned H, int m0,
+__device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, const View<const dtype>& K,
+                                                   const View<const dtype>& V, const View<const dtype>& dO,
+                                                   const float* LSE, const float* delta, const View<dtype>& dQ,
+                                                   int group, const Score& score, int b, int h, unsigned H, int m0,
                                                    int d0) {
     const int lane = threadIdx.x % 32;
     const Head head(score, b, h);
@@ -118,9 +125,9 @@ __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, c
 // The same for head blockIdx.y and the batch entry of the block's query tile.
 template <int ROWS, int COLS>
 __device__ FALLBACK_INLINE void query_gradients_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
-                                                        const View<const dtype>& V, const View<const dtype>& dO,
-                                                        const float* LSE, const float* delta, const View<dtype>& dQ, int group,
-                                                        const Score& score, int m0, int d0) {
+                                                           const View<const dtype>& V, const View<const dtype>& dO,
+                                                           const float* LSE, const float* delta, const View<dtype>& dQ,
+                                                           int group, const Score& score, int m0, int d0) {
     const int h = blockIdx.y, b = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z).b;
     query_gradients_of<ROWS, COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, gridDim.y, m0, d0);
 }

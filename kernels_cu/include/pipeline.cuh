@@ -21,9 +21,13 @@ struct BarrierArray {
 // Stage and phase of the i-th tile of a pipeline. The producer acquires with phase ^ 1: the phase before the first one
 // counts as completed, so the first STAGES acquires return at once.
 template <unsigned DEPTH = STAGES>
-__device__ __forceinline__ unsigned stage_of(unsigned i) { return i % DEPTH; }
+__device__ __forceinline__ unsigned stage_of(unsigned i) {
+    return i % DEPTH;
+}
 template <unsigned DEPTH = STAGES>
-__device__ __forceinline__ unsigned parity_of(unsigned i) { return i / DEPTH % 2; }
+__device__ __forceinline__ unsigned parity_of(unsigned i) {
+    return i / DEPTH % 2;
+}
 
 // The barriers of a pipeline of DEPTH stages, at byte AT of shared memory.
 template <unsigned AT, unsigned DEPTH = STAGES>

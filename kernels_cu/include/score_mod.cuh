@@ -9,9 +9,9 @@
 //
 // An option that a problem does not use is not compiled in.
 //
-// Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `P`). Tensor-core kernels use raw scores,
-// with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of the factor
-// unit * log2(e), called `exponent`, in the FFMA before exp2, which saves one multiplication per score.
+// Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `P`). Tensor-core kernels use raw
+// scores, with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of
+// the factor unit * log2(e), called `exponent`, in the FFMA before exp2, which saves one multiplication per score.
 #pragma once
 #include "tensor.cuh"
 #include "dropout.cuh"
@@ -66,8 +66,8 @@
 #define SCORE_BYTES 16
 #endif
 
-// A tensor that broadcasts to (B, H, Sq, Sk). Strides in elements, 0 in a broadcast dimension. The stride in Sk is 1, or 0
-// with BIAS & 4, MASK & 4.
+// A tensor that broadcasts to (B, H, Sq, Sk). Strides in elements, 0 in a broadcast dimension. The stride in Sk is 1,
+// or 0 with BIAS & 4, MASK & 4.
 template <class T>
 struct Broadcast {
     const T* data;
@@ -106,7 +106,9 @@ struct SnippetTensor {
     static __device__ __forceinline__ int read(int x) { return x; }
     static __device__ __forceinline__ bool read(bool x) { return x; }
     template <class Float>
-    static __device__ __forceinline__ Real read(Float x) { return static_cast<float>(x); }
+    static __device__ __forceinline__ Real read(Float x) {
+        return static_cast<float>(x);
+    }
 };
 #include <score_snippet.cuh>  // struct Snippet, generated from the user's expressions (sandbox/core/snippet.py)
 #else
@@ -205,11 +207,12 @@ struct FinalizedRow {
 constexpr bool NATURAL = true;      // scores are x, not raw
 constexpr bool APPROXIMATE = true;  // results may have an error of a few ulp
 
-// Element (i + down, j + right) of S. i and j are the same for all elements of a thread; down and right are constants after
-// unrolling.
+// Element (i + down, j + right) of S. i and j are the same for all elements of a thread; down and right are constants
+// after unrolling.
 struct ScoreIndex {
     int i, j, down, right;
-    __device__ __forceinline__ ScoreIndex(int i, int j, int down = 0, int right = 0) : i(i), j(j), down(down), right(right) {}
+    __device__ __forceinline__ ScoreIndex(int i, int j, int down = 0, int right = 0)
+        : i(i), j(j), down(down), right(right) {}
     __device__ __forceinline__ int query_row() const { return i + down; }
     __device__ __forceinline__ int key_col() const { return j + right; }
 };
@@ -219,16 +222,17 @@ struct Head : Mask {
     static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x = scale * (q . k)
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;               // dx / d(scale * (q . k)) is not 1
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;   // needs more registers
-    static constexpr float LOG2E = 1.4426950408889634f;  // e^x = 2^(x log2(e))
-    // Up to this |m| * exponent, the argument of exp2 is one FFMA, fma(S, exponent, -m * exponent). The rounding of -m * exponent changes
-    // it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows, until P overflows: there, the argument is
-    // (S - m) * exponent.
+    static constexpr float LOG2E = 1.4426950408889634f;                              // e^x = 2^(x log2(e))
+    // Up to this |m| * exponent, the argument of exp2 is one FFMA, fma(S, exponent, -m * exponent). The rounding of -m
+    // * exponent changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows, until P
+    // overflows: there, the argument is (S - m) * exponent.
     static constexpr float LARGE = 8192.0f;
-    // The same limit for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which changes P as much as the FFMA
-    // does, so that a lower limit would not make P more accurate. It exceeds 65504, the largest float16: rows whose keys all have the
-    // bias -65504 (an additive mask) are common.
+    // The same limit for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which changes P
+    // as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the largest
+    // float16: rows whose keys all have the bias -65504 (an additive mask) are common.
     static constexpr float LARGE_LSE = 81920.0f;
-    static constexpr float MIN_SCALE = 1e-20f;  // lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -INF is NaN
+    // Lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -INF is NaN.
+    static constexpr float MIN_SCALE = 1e-20f;
 
     float unit, per_unit;  // raw * unit = x; per_unit = 1 / unit
 #if DESCALE % 4
@@ -261,7 +265,9 @@ struct Head : Mask {
     }
 
     // Whether |m * exponent| exceeds LARGE; m: a row's maximum, raw. False for -inf, a row without a visible key.
-    static __device__ __forceinline__ bool is_large(float m, float exponent) { return fabsf(m * exponent) > LARGE && m != -INF; }
+    static __device__ __forceinline__ bool is_large(float m, float exponent) {
+        return fabsf(m * exponent) > LARGE && m != -INF;
+    }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}
     __device__ __forceinline__ Head(const SeqlenInfo& sequence, int h) : Mask(sequence, h), unit(unit_of(score)) {
@@ -305,11 +311,13 @@ struct Head : Mask {
 #endif
     }
 
-    // x of a dot product (IN_X), or the raw score. T is float, or Dual for the derivative with respect to scale * (q . k), or with
-    // OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an out-of-bounds access.
-    // shift: the element's bias; without this argument it is loaded here.
+    // x of a dot product (IN_X), or the raw score. T is float, or Dual for the derivative with respect to scale * (q .
+    // k), or with OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an
+    // out-of-bounds access. shift: the element's bias; without this argument it is loaded here.
     template <class T, bool IN_X, bool OF_BIAS = false>
-    __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const { return apply_score_mod<T, IN_X, OF_BIAS>(dot, at, bias_of(at)); }
+    __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const {
+        return apply_score_mod<T, IN_X, OF_BIAS>(dot, at, bias_of(at));
+    }
     template <class T, bool IN_X, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float shift) const {
         constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
@@ -328,7 +336,8 @@ struct Head : Mask {
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
-            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows() - 1), Sq, Sk);
+            x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows() - 1), Sq,
+                                        Sk);
 #endif
         return x;
     }
@@ -338,7 +347,8 @@ struct Head : Mask {
         return visible(query_row, key_col) ? apply_score_mod<float, NATURAL>(dot, {query_row, key_col}) : -INF;
     }
 
-    // Backward: P, recomputed from LSE, and the derivative of x. P is 0 where the mask hides the element, unless LSE is NaN.
+    // Backward: P, recomputed from LSE, and the derivative of x. P is 0 where the mask hides the element, unless LSE is
+    // NaN.
     template <bool OF_BIAS = false>
     __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
         const Dual x = apply_score_mod<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
@@ -346,32 +356,41 @@ struct Head : Mask {
         const bool has_derivative = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
         // __fadd_rn: contraction to fma(dot, scale, -shift) would not cancel the rounding of LSE.
         const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -shift);
-        return {expf(exponent > 0.0f ? 0.0f : exponent), has_derivative ? x.derivative : 1.0f};  // P <= 1 although LSE is rounded
+        return {expf(exponent > 0.0f ? 0.0f : exponent),
+                has_derivative ? x.derivative : 1.0f};  // P <= 1 although LSE is rounded
     }
 
-    // Backward: whether |LSE| is too large to compute P by one FFMA. The kernel then replaces it by NaN, which makes all gradients that
-    // depend on the row NaN, and non_finite.cuh computes these again from S - LSE. False for -inf, a row without a visible key.
+    // Backward: whether |LSE| is too large to compute P by one FFMA. The kernel then replaces it by NaN, which makes
+    // all gradients that depend on the row NaN, and non_finite.cuh computes these again from S - LSE. False for -inf, a
+    // row without a visible key.
     static __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) > LARGE_LSE && lse != -INF; }
 
     // Raw scores before masking.
-    __device__ __forceinline__ float raw(float dot, ScoreIndex at) const { return LINEAR ? dot : apply_score_mod<float, !NATURAL>(dot, at); }
+    __device__ __forceinline__ float raw(float dot, ScoreIndex at) const {
+        return LINEAR ? dot : apply_score_mod<float, !NATURAL>(dot, at);
+    }
     __device__ __forceinline__ float raw(float dot, ScoreIndex at, float shift) const {
         return apply_score_mod<float, !NATURAL>(dot, at, shift);
     }
-    __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at) const { return apply_score_mod<Dual, !NATURAL>(dot, at); }
+    __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at) const {
+        return apply_score_mod<Dual, !NATURAL>(dot, at);
+    }
     __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at, float shift) const {
         return apply_score_mod<Dual, !NATURAL>(dot, at, shift);
     }
 
-    // LSE and the normalization factor of a row, from its maximum m (of raw scores, or with IN_X of x) and its sum l of exp(x - max).
-    // The factor is 0 for l = 0, a row without a visible key. APPROXIMATELY: hardware log2 and reciprocal, with an error of a few ulp;
-    // for l = 0 or l >= about 1.
+    // LSE and the normalization factor of a row, from its maximum m (of raw scores, or with IN_X of x) and its sum l of
+    // exp(x - max). The factor is 0 for l = 0, a row without a visible key. APPROXIMATELY: hardware log2 and
+    // reciprocal, with an error of a few ulp; for l = 0 or l >= about 1.
     template <bool IN_X = false, bool APPROXIMATELY = false>
     __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
         FinalizedRow row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
-                     l == 0.0f ? 0.0f : APPROXIMATELY ? reciprocal(l) : 1.0f / l};
+                            l == 0.0f       ? 0.0f
+                            : APPROXIMATELY ? reciprocal(l)
+                                            : 1.0f / l};
 #if SINK
-        const float without = row.lse, gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum
+        const float without = row.lse,
+                    gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
         if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
@@ -422,8 +441,8 @@ struct Head : Mask {
         return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
     }
 
-    // Dropout's keep masks of this lane's elements of N adjacent 16 x 16 blocks of P, the first at (i, j): as an A operand with queries
-    // along rows (P), or with keys along rows (P^T; all lanes of the warp call it).
+    // Dropout's keep masks of this lane's elements of N adjacent 16 x 16 blocks of P, the first at (i, j): as an A
+    // operand with queries along rows (P), or with keys along rows (P^T; all lanes of the warp call it).
 #if DROPOUT
     using Kept = KeepMask;
 #else
@@ -450,6 +469,10 @@ struct Head : Mask {
     static __device__ __forceinline__ float value_of(Dual x) { return x.value; }
 };
 template <>
-__device__ __forceinline__ float Head::number<float>(float value, float) { return value; }
+__device__ __forceinline__ float Head::number<float>(float value, float) {
+    return value;
+}
 template <>
-__device__ __forceinline__ Dual Head::number<Dual>(float value, float derivative) { return {value, derivative}; }
+__device__ __forceinline__ Dual Head::number<Dual>(float value, float derivative) {
+    return {value, derivative};
+}

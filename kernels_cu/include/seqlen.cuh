@@ -1,4 +1,5 @@
-// Lengths and row addresses of a batch entry. Dense, shortened (key_lengths), ragged and paged batches differ only here:
+// Lengths and row addresses of a batch entry. Dense, shortened (key_lengths), ragged and paged batches differ only
+// here:
 //
 // clang-format off
 //   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   the batch entry and first row of a block's tile
@@ -6,13 +7,14 @@
 //   const Head head(score, tile.b, h);                                         head.Sq, head.Sk, head.query(Q, h, i)
 // clang-format on
 //
-// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1.
-// The host does not know these offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin at
-// number cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it does not need are invalid tiles.
-// A block finds the sequence of its tile by binary search.
+// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b
+// + 1] - 1. The host does not know these offsets, so the grid has as many tiles as any offsets need: the tiles of
+// sequence b begin at number cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it
+// does not need are invalid tiles. A block finds the sequence of its tile by binary search.
 //
-// A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch entry b is
-// row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only entries of block_table below key_lengths are read.
+// A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch
+// entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only entries of block_table below key_lengths are
+// read.
 //
 // Invalid lengths and pages are clamped to the bounds of the tensors; with CHECKED they are reported.
 // Part of score_mod.cuh, included after struct Score.
@@ -25,7 +27,8 @@ struct RowTile {
 };
 
 #if RAGGED
-// cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed + head.
+// cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed
+// + head.
 struct Offsets {
     const int* cu_seqlens;  // (count + 1,)
     long long stride;
@@ -36,9 +39,13 @@ struct Offsets {
     __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), max_length); }
 
     template <int ROWS>
-    __device__ __forceinline__ int first_tile(int b, int packed = 1) const { return begin(b) * packed / ROWS + b; }
+    __device__ __forceinline__ int first_tile(int b, int packed = 1) const {
+        return begin(b) * packed / ROWS + b;
+    }
     template <int ROWS>
-    __device__ __forceinline__ int tiles() const { return rows / ROWS + count; }  // in the grid
+    __device__ __forceinline__ int tiles() const {
+        return rows / ROWS + count;
+    }  // in the grid
 
     template <int ROWS>
     __device__ __forceinline__ RowTile tile(int number, int packed = 1) const {
@@ -51,14 +58,16 @@ struct Offsets {
         }
         return tile_of<ROWS>(b, number, packed);
     }
-    // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every step.
+    // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every
+    // step.
     template <int ROWS>
     __device__ __forceinline__ RowTile tile_by_warp(int number) const {
         if (CHECKED) check();
         int b = 0;
         for (int b0 = 0; b0 < count; b0 += 32) {
             const int candidate = b0 + threadIdx.x % 32;
-            const unsigned before = __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= number);
+            const unsigned before =
+                __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= number);
             if (before) b = b0 + 31 - __clz(before);
             if (before != 0xffffffffu) break;
         }
@@ -76,7 +85,8 @@ struct Offsets {
             require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens decreases");
         require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the last row of the tensor");
         for (int b = 0; b < count; ++b)  // the kernel would ignore the rows and keys beyond max_seqlen
-            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= max_length, "a sequence is longer than max_seqlen");
+            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= max_length,
+                    "a sequence is longer than max_seqlen");
     }
 };
 
@@ -97,7 +107,8 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 #endif
 }
 
-// Tile number x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged batch.
+// Tile number x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged
+// batch.
 template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int packed = 1) {
 #if RAGGED
@@ -143,7 +154,8 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 }
 
 #if RAGGED
-// Offsets and lengths of a sequence, as read by the constructor of SeqlenInfo. all_keys: its rows of K, of which Sk are valid.
+// Offsets and lengths of a sequence, as read by the constructor of SeqlenInfo. all_keys: its rows of K, of which Sk are
+// valid.
 struct SeqlenOffsets {
     int first_query, Sq, first_key, all_keys, Sk;
 };
@@ -190,7 +202,9 @@ struct SeqlenInfo {
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         return tensor.row(0, h, first_key + j);
     }
-    __device__ __forceinline__ KeyAddress key_address(int j) const { return {0, static_cast<long long>(first_key) + j}; }
+    __device__ __forceinline__ KeyAddress key_address(int j) const {
+        return {0, static_cast<long long>(first_key) + j};
+    }
 
     // Advances views so that row(b, h, i) is query i, or key i, of this sequence.
     template <class... T>
@@ -202,19 +216,22 @@ struct SeqlenInfo {
         ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
     }
 
-    // Offset of query row 0 in LSE and delta, given the head's number in these tensors, or head h of H of this batch entry.
+    // Offset of query row 0 in LSE and delta, given the head's number in these tensors, or head h of H of this batch
+    // entry.
     __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.rows_q + first_query; }
     template <class Number>
-    __device__ __forceinline__ long long lse_offset(Number, int h) const { return lse_offset(h); }
+    __device__ __forceinline__ long long lse_offset(Number, int h) const {
+        return lse_offset(h);
+    }
     // Number, among the query tiles of all heads in the grid, of the first one of head h of H.
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
     }
 
-    // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The batch coordinate is the row at which
-    // the sequence ends, and the row coordinate is relative to it: rows of the box beyond the end are outside of the tensor map, so that a
-    // load fills them with zeros and a store skips them (tma_load in hopper.cuh).
+    // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The batch coordinate is the row
+    // at which the sequence ends, and the row coordinate is relative to it: rows of the box beyond the end are outside
+    // of the tensor map, so that a load fills them with zeros and a store skips them (tma_load in hopper.cuh).
     __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
     __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
@@ -235,7 +252,9 @@ struct SeqlenInfo {
     }
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class T>
-    __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const { return tensor.row(b, h, i); }
+    __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const {
+        return tensor.row(b, h, i);
+    }
 #if PAGE_SIZE
     __device__ __forceinline__ int page(int j) const {
         return score.block_table[b * score.block_table_stride_b + j / PAGE_SIZE * score.block_table_stride_i];
@@ -255,7 +274,9 @@ struct SeqlenInfo {
 #else
     __device__ __forceinline__ KeyAddress key_address(int j) const { return {b, j}; }
     template <class T>
-    __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const { return tensor.row(b, h, j); }
+    __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
+        return tensor.row(b, h, j);
+    }
 #endif
     template <class... T>
     __device__ __forceinline__ void offset_queries(View<T>&...) const {}

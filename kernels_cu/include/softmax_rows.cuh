@@ -43,8 +43,7 @@ struct RowSoftmax {
     template <int N>
     static __device__ __forceinline__ void max_of(float (&lane_max)[ROWS][2], const float (&S)[N]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-            lane_max[Fragment::row(i)][i % 2] = fmaxf(lane_max[Fragment::row(i)][i % 2], S[i]);
+        for (int i = 0; i < N; ++i) lane_max[Fragment::row(i)][i % 2] = fmaxf(lane_max[Fragment::row(i)][i % 2], S[i]);
     }
     template <int N>
     static __device__ __forceinline__ void scale_O(float (&O)[N], const float (&alpha)[ROWS]) {

@@ -38,8 +38,7 @@ struct StreamKExchange {
         return reinterpret_cast<unsigned*>(partials) + 4 * block + consumer;
     }
     // Stores the partial O of a consumer warpgroup. `barrier`: a named barrier of its threads.
-    __device__ __forceinline__ void publish(const State& softmax, unsigned block, unsigned barrier,
-                                            bool leader) const {
+    __device__ __forceinline__ void publish(const State& softmax, unsigned block, unsigned barrier, bool leader) const {
         slot(block).store(softmax.O, softmax.m, softmax.l[0], softmax.l[1]);
         named_barrier_sync(barrier, 128);  // all 128 threads have stored their part
         if (leader) counter_arrive(counter(block));

@@ -7,8 +7,8 @@
 #define HEAD_DIM_V HEAD_DIM  // head dimension of V, O, dO and dV
 #endif
 
-// A (B, H, S, D) tensor with unit stride in D. Strides are in elements, 64-bit: a tensor may have more than 2^31 elements.
-// View in sandbox/launch/arguments.py has the same layout.
+// A (B, H, S, D) tensor with unit stride in D. Strides are in elements, 64-bit: a tensor may have more than 2^31
+// elements. View in sandbox/launch/arguments.py has the same layout.
 template <typename T>
 struct View {
     T* data;
@@ -20,8 +20,9 @@ struct View {
 };
 static_assert(sizeof(View<float>) == 32, "View and sandbox/launch/arguments.py disagree");
 
-// Loads rows n0 .. n0 + ROWS - 1 of head (b, h) into tile[ROWS][WIDTH] as fp32, with all THREADS threads of the block; adjacent
-// threads load adjacent columns. Rows >= S are filled with zeros, so that the compute loops need no bounds checks.
+// Loads rows n0 .. n0 + ROWS - 1 of head (b, h) into tile[ROWS][WIDTH] as fp32, with all THREADS threads of the block;
+// adjacent threads load adjacent columns. Rows >= S are filled with zeros, so that the compute loops need no bounds
+// checks.
 template <int ROWS, int THREADS, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int b, int h, int n0, int S, int thread) {
     for (int i = thread; i < ROWS * WIDTH; i += THREADS) {
@@ -49,13 +50,13 @@ __device__ __forceinline__ bool aligned_for_dtype4(View<const T> tensor, int b, 
     return (head | tensor.stride_s * sizeof(T)) % sizeof(Four<T>) == 0;
 }
 
-// Loads rows row0 .. row0 + ROWS - 1 and columns col0 .. col0 + COLS - 1 of head (b, h) into tile[ROWS][PITCH] as fp32, with a block of
-// X * Y threads. If the tensor is aligned, a load has four elements, and a thread issues all its loads before it uses the first.
-// Rows >= S and columns >= WIDTH are filled with zeros.
+// Loads rows row0 .. row0 + ROWS - 1 and columns col0 .. col0 + COLS - 1 of head (b, h) into tile[ROWS][PITCH] as fp32,
+// with a block of X * Y threads. If the tensor is aligned, a load has four elements, and a thread issues all its loads
+// before it uses the first. Rows >= S and columns >= WIDTH are filled with zeros.
 template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM, class T>
-__device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, int b, int h, int row0, int S,
-                                           int col0) {
-    static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0, "every thread loads the same number of elements");
+__device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, int b, int h, int row0, int S, int col0) {
+    static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0,
+                  "every thread loads the same number of elements");
     constexpr int R = ROWS / Y, C = COLS / (4 * X);
     const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
     const T* from = tensor.row(b, h, row) + col;

@@ -257,9 +257,8 @@ __device__ __forceinline__ void for_each_work_tile(unsigned tiles, unsigned head
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : head_group;
         const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-        serpentine(begin, size * tiles, HEAD_GROUPS && PAIR_BY_HEAD ? size : 1, [&](unsigned i) {
-            CAUSAL ? f(tiles - 1 - i / size, head + i % size) : f(i % tiles, i / tiles);
-        });
+        serpentine(begin, size * tiles, HEAD_GROUPS && PAIR_BY_HEAD ? size : 1,
+                   [&](unsigned i) { CAUSAL ? f(tiles - 1 - i / size, head + i % size) : f(i % tiles, i / tiles); });
     }
 }
 

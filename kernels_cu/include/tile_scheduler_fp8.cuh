@@ -9,9 +9,9 @@ constexpr bool STREAM_K = !Head::HIDES && !RAGGED && Head::LINEAR && !DROPOUT &&
 
 struct alignas(16) TileInfo {  // a work tile: query rows m0 .. end - 1 of head h of batch entry b; invalid if b < 0
     int b, h, m0, end;
-    Range split;    // stream-K: this block's range of key tiles
-    int first;      // stream-K, if split.begin > 0: the first block that has key tiles of this work tile
-    int block;      // stream-K: the number of this block
+    Range split;  // stream-K: this block's range of key tiles
+    int first;    // stream-K, if split.begin > 0: the first block that has key tiles of this work tile
+    int block;    // stream-K: the number of this block
 };
 __device__ __forceinline__ TileInfo uniform(const TileInfo& info) {  // uniform over the warp
     const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
@@ -42,8 +42,8 @@ __device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Ra
 // so that all blocks have the same number of them. The first full_wave_tiles work tiles are processed whole, the others
 // by stream-K (stream_k.cuh).
 template <class F>
-__device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, unsigned full_wave_tiles,
-                                                       float* partials, const Score& score, F f) {
+__device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, unsigned full_wave_tiles, float* partials,
+                                                       const Score& score, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
     for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {

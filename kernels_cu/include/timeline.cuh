@@ -1,16 +1,17 @@
-// TIMELINE(name) marks the start of a step of this warp. The step ends at the warp's next mark. TIMELINE(done) ends the last step
-// and records the SM. `python -m sandbox timeline KERNEL` reports steps named wait_… as waiting time.
+// TIMELINE(name) marks the start of a step of this warp. The step ends at the warp's next mark. TIMELINE(done) ends the
+// last step and records the SM. `python -m sandbox timeline KERNEL` reports steps named wait_… as waiting time.
 //
-// Without TIMELINE_MARKS, which that command defines, a mark adds no instruction. With it, a warp stores its clock in a buffer of
-// its own. The buffer has one byte per cycle and the clock is the write position, so that no counter is needed; the offset within
-// each aligned chunk of 4 * TIMELINE_STEPS bytes identifies the step. A mark is a clock read, a LOP3 and a store. A second mark of
-// the same step within one chunk of cycles replaces the first.
+// Without TIMELINE_MARKS, which that command defines, a mark adds no instruction. With it, a warp stores its clock in a
+// buffer of its own. The buffer has one byte per cycle and the clock is the write position, so that no counter is
+// needed; the offset within each aligned chunk of 4 * TIMELINE_STEPS bytes identifies the step. A mark is a clock read,
+// a LOP3 and a store. A second mark of the same step within one chunk of cycles replaces the first.
 //
-// Marks do not branch: blocks that are not recorded write to a buffer that is not read. A kernel that defines TIMELINE_BRANCH
-// before this header branches instead, which needs fewer registers. experiments/018_timeline has the cost of both.
+// Marks do not branch: blocks that are not recorded write to a buffer that is not read. A kernel that defines
+// TIMELINE_BRANCH before this header branches instead, which needs fewer registers. experiments/018_timeline has the
+// cost of both.
 //
-// The compiler does not move memory accesses, barriers and wgmma across a mark; it may move arithmetic. Place a mark directly
-// before the first memory access or barrier of its step.
+// The compiler does not move memory accesses, barriers and wgmma across a mark; it may move arithmetic. Place a mark
+// directly before the first memory access or barrier of its step.
 #pragma once
 
 #if TIMELINE_MARKS
@@ -33,7 +34,7 @@ struct Anchor {  // of a finished warp: its SM, and one moment on the SM's clock
 };
 struct MarkBuffers {
     Anchor* anchors;
-    unsigned high, low;                // address of the first buffer, a multiple of BYTES; all buffers are in one aligned 4 GiB
+    unsigned high, low;  // address of the first buffer, a multiple of BYTES; all buffers are in one aligned 4 GiB
     unsigned blocks[TIMELINE_BLOCKS];  // the recorded blocks; all others write to the buffers after the last of these
 };
 
@@ -65,7 +66,8 @@ __device__ __forceinline__ void mark() {
     if (TIMELINE_BRANCH && recorded == TIMELINE_BLOCKS) return;
     const unsigned buffer = buffers.low + (recorded * warps + warp) * BYTES;
     const unsigned clock = sm_clock();
-    write_mark<4 * STEP>(static_cast<unsigned long long>(buffers.high) << 32 | (buffer | (clock & (BYTES - CHUNK))), clock);
+    write_mark<4 * STEP>(static_cast<unsigned long long>(buffers.high) << 32 | (buffer | (clock & (BYTES - CHUNK))),
+                         clock);
     if (STEP == DONE) buffers.anchors[(buffer - buffers.low) / BYTES] = {sm_index(), clock, shared_clock()};
 }
 

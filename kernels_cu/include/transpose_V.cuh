@@ -28,11 +28,10 @@ __device__ __forceinline__ void transpose_V(SmemAddr V_smem, SmemAddr Vt_smem, u
                 ldmatrix_x4_trans(pairs[i], from + 32 * 128 * (keys + i));
 #pragma unroll
             for (unsigned i = 0; i < LOADS && keys + i < BLOCKS_OF_KEYS; ++i) {
-                const unsigned(&pair)[4] = pairs[i];
+                const unsigned (&pair)[4] = pairs[i];
                 const unsigned slab = (keys + i) / 4 * Transposed::SLAB_BYTES, chunk = (keys + i) % 4 * 2;
-                stmatrix_x4(dst + (slot ^ chunk * 16) + slab,
-                            even_column(pair[0], pair[1]), odd_column(pair[0], pair[1]),
-                            even_column(pair[2], pair[3]), odd_column(pair[2], pair[3]));
+                stmatrix_x4(dst + (slot ^ chunk * 16) + slab, even_column(pair[0], pair[1]),
+                            odd_column(pair[0], pair[1]), even_column(pair[2], pair[3]), odd_column(pair[2], pair[3]));
             }
         }
     }

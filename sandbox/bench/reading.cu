@@ -1,9 +1,9 @@
-// Reads memory and sums it: the read ceiling of memory-bound problems. Each thread issues LOADS 16-byte loads at once; the loads of all
-// threads of the grid are consecutive.
+// Reads memory and sums it: the read ceiling of memory-bound problems. Each thread issues LOADS 16-byte loads at once;
+// the loads of all threads of the grid are consecutive.
 //
-// H200, GB/s after an L2 flush: 1 GiB 4333, 512 MiB 4116, 256 MiB 3708, 128 MiB 3155, 8 MiB 1006. Alternatives, relative to this kernel:
-// bulk copies to shared memory by one thread per block +0.2 ... 1.4%; a persistent kernel -0.5 ... -5%; __ldcs +9% at 128 MiB, -4% at
-// 1 GiB; PyTorch's sum reaches 4131, 3847, 3362, 2703 and 624 GB/s.
+// H200, GB/s after an L2 flush: 1 GiB 4333, 512 MiB 4116, 256 MiB 3708, 128 MiB 3155, 8 MiB 1006. Alternatives,
+// relative to this kernel: bulk copies to shared memory by one thread per block +0.2 ... 1.4%; a persistent kernel -0.5
+// ... -5%; __ldcs +9% at 128 MiB, -4% at 1 GiB; PyTorch's sum reaches 4131, 3847, 3362, 2703 and 624 GB/s.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void read_all(
     const uint4* data,  // (threads of the grid * LOADS,)
     unsigned* sums) {   // (warps of the grid,): sum of the 32-bit words that each warp reads

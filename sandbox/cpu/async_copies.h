@@ -14,7 +14,7 @@ extern "C" void sandbox_cp_async(void* to, const void* from, unsigned bytes, uns
         fiber.copies = static_cast<Copy*>(realloc(fiber.copies, fiber.copy_room * sizeof(Copy)));
     }
     fiber.copies[fiber.copy_count++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, valid,
-                                        fiber.copy_group, __builtin_return_address(0)};
+                                        fiber.copy_group,       __builtin_return_address(0)};
     poison_destination(fiber.copies[fiber.copy_count - 1]);
 }
 

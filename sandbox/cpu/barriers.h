@@ -7,7 +7,8 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
     Fiber& fiber = self();
     bool& any = current->any[current->generation % 2];
     any |= predicate;
-    char* order = &current->order[current->generation % 2];  // alternates: code after a barrier must not be ordered before it
+    char* order =
+        &current->order[current->generation % 2];  // alternates: code after a barrier must not be ordered before it
     Proxies& proxies = current->hopper.proxies;
     Clock& clock = proxies.block_barrier[current->generation % 2];
     const unsigned thread = static_cast<unsigned>(&fiber - current->fibers);
@@ -56,8 +57,8 @@ extern "C" const uint64_t* sandbox_collective(Collective what, unsigned mask, ui
     fiber.mask = mask;
     if (!(mask >> fiber.lane & 1)) {
         const unsigned t = static_cast<unsigned>(&fiber - block.fibers);
-        block.fail("%s(mask 0x%08x) %s:%d: lane %u (thread %u) calls it but is not in its mask", collective_name(what), mask,
-                   site.file, site.line, fiber.lane, t);
+        block.fail("%s(mask 0x%08x) %s:%d: lane %u (thread %u) calls it but is not in its mask", collective_name(what),
+                   mask, site.file, site.line, fiber.lane, t);
         pause(true);
     }
     char* order = nullptr;

@@ -41,7 +41,8 @@ struct ReadStore {  // floats that were read from shared memory and are not yet 
     const Fiber* by;
 };
 
-template <class T> struct List {
+template <class T>
+struct List {
     T* items;
     unsigned count, room;
     T& add() {
@@ -63,10 +64,10 @@ template <class T> struct List {
 struct Fiber : Thread {
     Context context;
     State state;
-    Site site;           // of the barrier or collective in which it waits
+    Site site;  // of the barrier or collective in which it waits
     Collective what;
-    unsigned mask;       // of the collective
-    uint64_t value;      // its input to the collective
+    unsigned mask;   // of the collective
+    uint64_t value;  // its input to the collective
     char* stack;
     void* tool;          // the sanitizer's handle of this fiber
     char order[2];       // ThreadSanitizer's synchronisation objects of __syncwarp, used alternately
@@ -74,11 +75,11 @@ struct Fiber : Thread {
     Copy* copies;        // sorted by group
     unsigned copy_count, copy_room, copy_group;
     List<BulkStore> bulk_stores;
-    char* mbarrier;      // on which it waits until the phase of this parity ends
+    char* mbarrier;  // on which it waits until the phase of this parity ends
     unsigned parity, named_barrier, registers;
     bool wgmma_fenced;
     unsigned wgmma_operations;  // wgmma, commit and wait calls so far
-    unsigned cluster_barriers;   // cluster barrier calls so far
+    unsigned cluster_barriers;  // cluster barrier calls so far
 };
 
 bool same_site(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
@@ -198,21 +199,22 @@ struct Block {
     unsigned threads;
     Fiber* fibers;
     unsigned *thread_order, *warp_order;  // execution order: threads within each warp, and warps
-    uint64_t values[WARP];  // inputs of the running warp's lanes to a collective
+    uint64_t values[WARP];                // inputs of the running warp's lanes to a collective
     Context scheduler;
     void* scheduler_tool = nullptr;
     const void* scheduler_stack = nullptr;  // stack bounds, for AddressSanitizer
     size_t scheduler_stack_size = 0;
-    unsigned generation = 0;  // block barriers completed
-    bool any[2] = {};         // result of __syncthreads_or, by parity of `generation`
-    char order[2] = {};       // as Fiber::order, of __syncthreads
+    unsigned generation = 0;    // block barriers completed
+    bool any[2] = {};           // result of __syncthreads_or, by parity of `generation`
+    char order[2] = {};         // as Fiber::order, of __syncthreads
     char begun = 0, ended = 0;  // synchronisation objects of the begin and end of a block
     SharedMemory smem;
     char* message = nullptr;
     Hopper hopper{};
-    unsigned resumed = 0, yielded = 0;  // fibers resumed in this scheduling step; those of them that called sandbox_yield
-    unsigned lagged_steps = 0;              // steps in which the lagging warp did not run
-    bool waits_for_blocks = false;      // every resumed fiber yielded
+    unsigned resumed = 0,
+             yielded = 0;           // fibers resumed in this scheduling step; those of them that called sandbox_yield
+    unsigned lagged_steps = 0;      // steps in which the lagging warp did not run
+    bool waits_for_blocks = false;  // every resumed fiber yielded
 
     Block(const Launch& launch, StoreOrder& stores, const int& failed);
     ~Block();

@@ -2,15 +2,28 @@
 #pragma once
 
 const char* collective_name(Collective what) {
-    static const char* const names[] = {"?", "__syncwarp", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync",
-                                        "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
-                                        "__match_any_sync", "__reduce_sync", "ldmatrix", "mma", "stmatrix",
-                                        "wgmma", "wgmma_wait"};
+    static const char* const names[] = {"?",
+                                        "__syncwarp",
+                                        "__shfl_sync",
+                                        "__shfl_up_sync",
+                                        "__shfl_down_sync",
+                                        "__shfl_xor_sync",
+                                        "__ballot_sync",
+                                        "__any_sync",
+                                        "__all_sync",
+                                        "__match_any_sync",
+                                        "__reduce_sync",
+                                        "ldmatrix",
+                                        "mma",
+                                        "stmatrix",
+                                        "wgmma",
+                                        "wgmma_wait"};
     return names[static_cast<int>(what)];
 }
 
 bool waits_in_hopper(const Fiber& fiber) {
-    return fiber.state == State::at_mbarrier || fiber.state == State::at_named_barrier || fiber.state == State::for_registers;
+    return fiber.state == State::at_mbarrier || fiber.state == State::at_named_barrier ||
+           fiber.state == State::for_registers;
 }
 void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size);
 
@@ -26,7 +39,8 @@ void Block::explain_deadlock() {
                (fiber.state == State::returned || same_site(fibers[end].site, fiber.site)) &&
                (fiber.state != State::at_mbarrier || fibers[end].mbarrier == fiber.mbarrier) &&
                (fiber.state != State::at_named_barrier || fibers[end].named_barrier == fiber.named_barrier) &&
-               (fiber.state != State::in_collective || same_collective(fibers[end], fiber))) ++end;
+               (fiber.state != State::in_collective || same_collective(fibers[end], fiber)))
+            ++end;
         if (++groups <= 8) {
             const char* plural = end - t > 1 ? "s" : "";
             char who[48], where[320];
@@ -36,10 +50,10 @@ void Block::explain_deadlock() {
             else if (fiber.state == State::at_barrier)
                 snprintf(where, sizeof where, "wait%s at __syncthreads() %s:%d", *plural ? "" : "s", fiber.site.file,
                          fiber.site.line);
-            else if (waits_in_hopper(fiber))
-                describe_wait(*this, fiber, end - t > 1, where, sizeof where);
-            else snprintf(where, sizeof where, "wait%s in %s(mask 0x%08x) %s:%d", *plural ? "" : "s",
-                          collective_name(fiber.what), fiber.mask, fiber.site.file, fiber.site.line);
+            else if (waits_in_hopper(fiber)) describe_wait(*this, fiber, end - t > 1, where, sizeof where);
+            else
+                snprintf(where, sizeof where, "wait%s in %s(mask 0x%08x) %s:%d", *plural ? "" : "s",
+                         collective_name(fiber.what), fiber.mask, fiber.site.file, fiber.site.line);
             used += snprintf(text + used, sizeof text - used, "\n  thread%s %s %s", plural, who, where);
             if (used >= sizeof text) used = sizeof text - 1;
         }

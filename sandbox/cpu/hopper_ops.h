@@ -11,7 +11,8 @@ void report_read(const void*, uint64_t) {}
 void report_write(void*, uint64_t) {}
 #endif
 
-template <class... A> [[noreturn]] void trap(Site site, const char* format, A... values) {
+template <class... A>
+[[noreturn]] void trap(Site site, const char* format, A... values) {
     char reason[256];
     snprintf(reason, sizeof reason, format, values...);
     sandbox_trap(reason, site);
@@ -61,9 +62,11 @@ void check_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
     if (!proxies.used) return;
     for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) {
         if (proxies.unfenced[chunk])
-            trap(site, "thread %u wrote data that %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1, what);
+            trap(site, "thread %u wrote data that %s and did not call fence_proxy_async", proxies.unfenced[chunk] - 1,
+                 what);
         if (!proxies.fence_is_visible(chunk, thread_of(self())))
-            trap(site, "warp %u wrote data that %s and called fence_proxy_async only after the barrier that orders the "
+            trap(site,
+                 "warp %u wrote data that %s and called fence_proxy_async only after the barrier that orders the "
                  "accesses",
                  proxies.fenced_by[chunk], what);
     }
@@ -127,7 +130,8 @@ bool Block::check_completed() {
     for (unsigned t = 0; t < threads; ++t) {
         if (!fibers[t].bulk_stores.count) continue;
         const Site site = fibers[t].bulk_stores.items[0].site;
-        return fail("thread %u ends before the bulk store issued at %s:%d has read shared memory", t, site.file, site.line);
+        return fail("thread %u ends before the bulk store issued at %s:%d has read shared memory", t, site.file,
+                    site.line);
     }
     for (unsigned t = 0; t < threads; t += WARP) {
         const WarpMma &warp = hopper.mma[t / WARP], &first = hopper.mma[t / WARP / 4 * 4];
@@ -178,13 +182,14 @@ void describe_wait(const Block& block, const Fiber& fiber, bool several, char* t
     if (fiber.state == State::at_mbarrier) {
         const Mbarrier& barrier = *reinterpret_cast<const Mbarrier*>(fiber.mbarrier);
         snprintf(text, size,
-                 "at mbarrier_wait(shared memory + %td) %s:%d for the phase of parity %u: %u arrivals and %lld bytes are pending",
+                 "at mbarrier_wait(shared memory + %td) %s:%d for the phase of parity %u: %u arrivals and %lld bytes "
+                 "are pending",
                  fiber.mbarrier - block.smem.dynamic, fiber.site.file, fiber.site.line, fiber.parity,
                  static_cast<unsigned>(barrier.missing), static_cast<long long>(barrier.bytes));
     } else if (fiber.state == State::at_named_barrier) {
         const NamedBarrier& barrier = block.hopper.named[fiber.named_barrier];
-        snprintf(text, size, "at named barrier %u %s:%d: %u of %u threads have arrived", fiber.named_barrier, fiber.site.file,
-                 fiber.site.line, barrier.arrived, barrier.threads);
+        snprintf(text, size, "at named barrier %u %s:%d: %u of %u threads have arrived", fiber.named_barrier,
+                 fiber.site.file, fiber.site.line, barrier.arrived, barrier.threads);
     } else {
         snprintf(text, size, "for registers %s:%d: %u are free", fiber.site.file, fiber.site.line,
                  block.hopper.free_registers);
@@ -236,7 +241,8 @@ extern "C" bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits,
         trap(site, "named barrier %u for %u threads: the count must be a multiple of 32, at most the block's %u", id,
              threads, block.threads);
     if (barrier.arrived && barrier.threads != threads)
-        trap(site, "named barrier %u for %u threads, but earlier arrivals used a count of %u", id, threads, barrier.threads);
+        trap(site, "named barrier %u for %u threads, but earlier arrivals used a count of %u", id, threads,
+             barrier.threads);
     const unsigned parity = barrier.generation % 2;
     release(&barrier.order[parity]);
     Clock& clock = block.hopper.proxies.named_barriers[id][parity];

@@ -34,7 +34,7 @@ void* work(void* argument) {
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
     block.set_waits_for_blocks(true);  // it no longer delays stores of other blocks
-    acquire(&block.ended);  // orders the kernel's writes before the return of the launch
+    acquire(&block.ended);             // orders the kernel's writes before the return of the launch
     return nullptr;
 }
 }  // namespace
@@ -51,10 +51,12 @@ extern "C" int sandbox_launch(const Launch* launch) {
     grid.cluster_blocks = static_cast<ClusterBlock*>(calloc(grid.blocks, sizeof(ClusterBlock)));
     pthread_t* threads_of_workers = static_cast<pthread_t*>(calloc(most + 1, sizeof(pthread_t)));
     pthread_mutex_lock(&grid.lock);
-    while (grid.workers < most && pthread_create(&threads_of_workers[grid.workers], nullptr, work, &grid) == 0) ++grid.workers;
+    while (grid.workers < most && pthread_create(&threads_of_workers[grid.workers], nullptr, work, &grid) == 0)
+        ++grid.workers;
     grid.stores.running = grid.workers;
     if (grid.workers < launch->cluster) {
-        snprintf(launch->error, launch->error_size, "no memory for the threads of a cluster of %u blocks", launch->cluster);
+        snprintf(launch->error, launch->error_size, "no memory for the threads of a cluster of %u blocks",
+                 launch->cluster);
         grid.failed = 1;
     }
     pthread_mutex_unlock(&grid.lock);

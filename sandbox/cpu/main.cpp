@@ -57,7 +57,8 @@ extern "C" void sandbox_print_place(const char* at) {
     for (int64_t i = 0; i < buffers; ++i) {
         const bool past = at >= buffer[i];
         const int64_t distance = past ? at - (buffer[i] + size_of[i]) : buffer[i] - at;
-        if (buffer[i] && distance >= 0 && (nearest < 0 || distance < least)) nearest = i, least = distance, behind = past;
+        if (buffer[i] && distance >= 0 && (nearest < 0 || distance < least))
+            nearest = i, least = distance, behind = past;
     }
     if (nearest < 0) return;
     fprintf(stderr, "%lld bytes %s buffer %lld ", static_cast<long long>(least), behind ? "past the end of" : "before",
@@ -81,7 +82,8 @@ int main(int argc, char** argv) {
     const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
     const unsigned most = reinterpret_cast<unsigned (*)()>(function_of(kernel, "sandbox_max_threads_", argv[2]))();
     if (most && threads > most) {  // same message as sandbox/launch/parameters.py
-        fprintf(stderr, "%s: a block of %u threads exceeds its __launch_bounds__(%u), and a GPU rejects such a launch\n",
+        fprintf(stderr,
+                "%s: a block of %u threads exceeds its __launch_bounds__(%u), and a GPU rejects such a launch\n",
                 argv[2], threads, most);
         return 3;
     }

@@ -76,7 +76,7 @@ void record_store(const char* at, size_t bytes) {
 }  // namespace
 
 // -fsanitize=kernel-address calls these functions at each load and store.
-#define SANDBOX_ACCESS(size) \
+#define SANDBOX_ACCESS(size)                                                                                           \
     extern "C" void __asan_load##size##_noabort(const char* at) { check_read(at, size, __builtin_return_address(0)); } \
     extern "C" void __asan_store##size##_noabort(const char* at) { record_store(at, size); }
 SANDBOX_ACCESS(1)
@@ -84,7 +84,9 @@ SANDBOX_ACCESS(2)
 SANDBOX_ACCESS(4)
 SANDBOX_ACCESS(8)
 SANDBOX_ACCESS(16)
-extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) { check_read(at, bytes, __builtin_return_address(0)); }
+extern "C" void __asan_loadN_noabort(const char* at, size_t bytes) {
+    check_read(at, bytes, __builtin_return_address(0));
+}
 extern "C" void __asan_storeN_noabort(const char* at, size_t bytes) { record_store(at, bytes); }
 extern "C" void __asan_handle_no_return() {}
 #endif

@@ -21,9 +21,9 @@ struct Proxies {
         Clock clock;
     };
     List<MbarrierClock> mbarriers;
-    uint16_t unfenced[CHUNKS];   // 1 + the thread that wrote this 16-byte chunk after its last fence; 0: none
-    uint32_t fenced_at[CHUNKS];  // clock of its warp at the fence
-    uint8_t fenced_by[CHUNKS];   // the warp
+    uint16_t unfenced[CHUNKS];         // 1 + the thread that wrote this 16-byte chunk after its last fence; 0: none
+    uint32_t fenced_at[CHUNKS];        // clock of its warp at the fence
+    uint8_t fenced_by[CHUNKS];         // the warp
     uint32_t first[1024], last[1024];  // per thread, range of the chunks written after its last fence
 
     void begin() {  // everything in the previous block is ordered before
@@ -56,7 +56,8 @@ struct Proxies {
         used = true;
         if (!last[thread] || begin / 16 < first[thread]) first[thread] = static_cast<uint32_t>(begin / 16);
         if ((end + 15) / 16 > last[thread]) last[thread] = static_cast<uint32_t>((end + 15) / 16);
-        for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk) unfenced[chunk] = static_cast<uint16_t>(1 + thread);
+        for (uint64_t chunk = begin / 16; chunk * 16 < end; ++chunk)
+            unfenced[chunk] = static_cast<uint16_t>(1 + thread);
     }
     void tma_wrote(uint64_t begin, uint64_t end) {  // the async proxy's own writes need no fence
         for (uint64_t chunk = begin / 16; used && chunk * 16 < end; ++chunk) unfenced[chunk] = fenced_at[chunk] = 0;

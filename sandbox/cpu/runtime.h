@@ -5,7 +5,9 @@
 #pragma once
 #include <stdint.h>
 
-struct uint3 { unsigned x, y, z; };
+struct uint3 {
+    unsigned x, y, z;
+};
 
 struct dim3 {
     unsigned x, y, z;
@@ -20,12 +22,31 @@ struct Thread {  // the built-in variables of a CUDA thread
     unsigned lane, warp_mask;  // warp_mask: the lanes that exist; the last warp may be partial
 };
 
-struct Site { const char* file; int line; };  // a call in the .cu
+struct Site {
+    const char* file;
+    int line;
+};  // a call in the .cu
 
 constexpr unsigned MAX_DYNAMIC_SMEM = 227 * 1024;  // per block: the largest limit of any architecture
 
-enum class Collective : int { none, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, match, reduce,
-                              ldmatrix, mma, stmatrix, wgmma, wgmma_wait };
+enum class Collective : int {
+    none,
+    syncwarp,
+    shfl,
+    shfl_up,
+    shfl_down,
+    shfl_xor,
+    ballot,
+    any,
+    all,
+    match,
+    reduce,
+    ldmatrix,
+    mma,
+    stmatrix,
+    wgmma,
+    wgmma_wait
+};
 
 // Tensor map: a (B, H, S, D) tensor, innermost dimension first, and the box that one copy moves. Strides in bytes. The
 // map of a ragged batch has a fifth dimension. A box has extent 1 in H, B and the fifth dimension. Written by Box in
@@ -39,9 +60,9 @@ struct TensorMap {
 
 enum class Format : int { float16, bfloat16, e4m3, e5m2 };  // of wgmma operands
 
-struct Product {  // one lane's part of a wgmma
-    float* d;                 // n / 2 accumulators
-    const unsigned* a;        // four registers; null: A by descriptor
+struct Product {        // one lane's part of a wgmma
+    float* d;           // n / 2 accumulators
+    const unsigned* a;  // four registers; null: A by descriptor
     uint64_t a_descriptor, b_descriptor;
     unsigned n;
     bool a_k_major, b_k_major, accumulate;
@@ -115,8 +136,8 @@ struct Launch {
     unsigned workers;  // OS threads
     // 0: ascending; else blocks descending, warps and lanes shuffled with this seed, and one lagging warp per block
     unsigned order;
-    unsigned stack;    // a Fill: initial contents of local variables; with SANDBOX_SHADOW only
-    char* error;       // error_size bytes: the error message, "" on success
+    unsigned stack;  // a Fill: initial contents of local variables; with SANDBOX_SHADOW only
+    char* error;     // error_size bytes: the error message, "" on success
     uint64_t error_size;
 };
 

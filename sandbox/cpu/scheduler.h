@@ -204,7 +204,8 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
             if (!run_warp(warp_order[w] * WARP)) return false;
         }
         const bool others_progress = resumed != yielded || hopper.tma_loads.count;
-        if (has_lagging_warp() && (!others_progress || ++lagged_steps % LAG_STEPS == 0) && !run_warp(warp_order[0] * WARP))
+        if (has_lagging_warp() && (!others_progress || ++lagged_steps % LAG_STEPS == 0) &&
+            !run_warp(warp_order[0] * WARP))
             return false;
         set_waits_for_blocks(resumed && resumed == yielded && !hopper.tma_loads.count);
         unsigned returned = 0;
@@ -226,7 +227,8 @@ void Block::fill_stack(Fiber& fiber) {
 #if defined(SANDBOX_SHADOW)
     sandbox_stack_fill = launch.stack == ZEROS ? 0 : STACK_NAN;
     char* const end = fiber.stack + GUARD_BYTES + STACK_BYTES;
-    for (char* at = end - FILLED_BYTES; at < end; at += sizeof(uint64_t)) memcpy(at, &sandbox_stack_fill, sizeof(uint64_t));
+    for (char* at = end - FILLED_BYTES; at < end; at += sizeof(uint64_t))
+        memcpy(at, &sandbox_stack_fill, sizeof(uint64_t));
 #else
     (void)fiber;
 #endif

@@ -2,8 +2,9 @@
 #pragma once
 
 #if defined(SANDBOX_SHADOW)
-constexpr uint64_t STACK_NAN = 0xfff5fff5fff5fff5;  // a NaN as fp64, fp32, fp16 and bf16, and no number that kernels use
-constexpr size_t FILLED_BYTES = 32 * 1024;          // filled at the top of a stack when a block begins
+constexpr uint64_t STACK_NAN =
+    0xfff5fff5fff5fff5;                     // a NaN as fp64, fp32, fp16 and bf16, and no number that kernels use
+constexpr size_t FILLED_BYTES = 32 * 1024;  // filled at the top of a stack when a block begins
 #if defined(__x86_64__)
 // -mfentry calls this function before another function sets up its frame. It fills 512 bytes below the stack pointer,
 // which earlier calls have used. Every register may contain an argument. The words pushed here are in the new frame

@@ -17,15 +17,18 @@ constexpr unsigned BOX_ROW = 128;  // bytes, the width of the swizzle
 inline uint64_t box_bytes(const TensorMap& map) { return uint64_t(BOX_ROW) * map.box[1]; }
 
 // Calls f(address in the tensor, offset in the box, bytes inside the tensor) for each 16-byte chunk.
-template <class F> inline void for_box_chunks(const TensorMap& map, const int (&at)[MAP_RANK], F f) {
+template <class F>
+inline void for_box_chunks(const TensorMap& map, const int (&at)[MAP_RANK], F f) {
     uint64_t place = 0;
     for (unsigned s = 0; s < map.box[1]; ++s)
         for (unsigned chunk = 0; chunk < BOX_ROW / 16; ++chunk, place += 16) {
-            const int64_t index[MAP_RANK] = {int64_t(at[0]) + chunk * 16 / map.itemsize, int64_t(at[1]) + s, at[2], at[3], at[4]};
+            const int64_t index[MAP_RANK] = {int64_t(at[0]) + chunk * 16 / map.itemsize, int64_t(at[1]) + s, at[2],
+                                             at[3], at[4]};
             bool inside = true;
             for (unsigned i = 0; i < MAP_RANK; ++i) inside &= index[i] >= 0 && index[i] < int64_t(map.size[i]);
             const int64_t left = (int64_t(map.size[0]) - index[0]) * map.itemsize;
-            uint64_t from = reinterpret_cast<uint64_t>(map.data) + index[0] * map.itemsize;  // modulo 2^64, as in hardware
+            uint64_t from =
+                reinterpret_cast<uint64_t>(map.data) + index[0] * map.itemsize;  // modulo 2^64, as in hardware
             for (unsigned i = 1; i < MAP_RANK; ++i) from += uint64_t(index[i]) * map.stride[i - 1];
             f(reinterpret_cast<char*>(from), swizzled(place), inside ? (left < 16 ? unsigned(left) : 16u) : 0u);
         }
@@ -53,13 +56,15 @@ struct MatrixDescriptor {
 
 constexpr unsigned DEPTH = 16, WIDEST = 256;  // K and the largest N of one wgmma
 
-struct ByteRange { uint64_t begin, end; };
+struct ByteRange {
+    uint64_t begin, end;
+};
 
 // Reads elements (k, first ... first + count - 1) of the matrix described by `place`; K-major or MN-major. Returns the
 // byte range of the matrix in `smem`; reads nothing at or after `end`. Calls reads(offset) for each 16 bytes read.
 template <class F>
-inline ByteRange read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end, const MatrixDescriptor& place,
-                         bool k_major, unsigned first, unsigned count, F reads) {
+inline ByteRange read_matrix(uint16_t (&to)[DEPTH][WIDEST], const char* smem, uint64_t end,
+                             const MatrixDescriptor& place, bool k_major, unsigned first, unsigned count, F reads) {
     ByteRange range{~0ull, 0};
     const auto chunk = [&](uint64_t offset, uint16_t (&elements)[8]) {
         offset = swizzled(place.start + offset);

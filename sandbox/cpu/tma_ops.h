@@ -6,7 +6,8 @@ extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, 
     if (smem_offset_of(to, box_bytes(*map), site) % 1024)
         trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
     mbarrier_at(barrier, site);
-    check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA accesses (an mbarrier)", site);
+    check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA accesses (an mbarrier)",
+                 site);
     report_write(to, box_bytes(*map));
     memset(to, 0xff, box_bytes(*map));
     current->smem.mark(to, box_bytes(*map), false);
@@ -54,7 +55,8 @@ extern "C" void sandbox_tma_store(const char* from, const TensorMap* map, const 
 
 extern "C" void sandbox_bulk_commit() {
     List<BulkStore>& bulk_stores = self().bulk_stores;
-    for (unsigned i = 0; i < bulk_stores.count; ++i) bulk_stores.items[i].newer_groups += bulk_stores.items[i].committed;
+    for (unsigned i = 0; i < bulk_stores.count; ++i)
+        bulk_stores.items[i].newer_groups += bulk_stores.items[i].committed;
     for (unsigned i = 0; i < bulk_stores.count; ++i) bulk_stores.items[i].committed = true;
 }
 
@@ -69,8 +71,9 @@ extern "C" void sandbox_bulk_wait_read(unsigned pending) {
         const BulkStore item = bulk_stores.items[i];
         if (!item.committed || item.newer_groups < pending) bulk_stores.items[left++] = item;
         else if (!item.numbers) store_box(item.from, item.map, item.at);
-        else current->hopper.read_stores.add() = {item.numbers, copy_floats(item.from, item.bytes), item.bytes / 4,
-                                                  item.add, &self()};
+        else
+            current->hopper.read_stores.add() = {item.numbers, copy_floats(item.from, item.bytes), item.bytes / 4,
+                                                 item.add, &self()};
     }
     bulk_stores.count = left;
 }
@@ -92,6 +95,4 @@ extern "C" void sandbox_generic_write(const char* at, unsigned bytes) {
     current->hopper.proxies.write(at - smem.dynamic, at + bytes - smem.dynamic, thread_of(self()));
 }
 
-extern "C" void sandbox_fence_proxy_async() {
-    current->hopper.proxies.fence(thread_of(self()));
-}
+extern "C" void sandbox_fence_proxy_async() { current->hopper.proxies.fence(thread_of(self())); }

@@ -13,16 +13,17 @@ bool first_lane_to_arrive() {
     return true;
 }
 
-void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count, bool issued,
-                  Site site) {
+void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, unsigned first, unsigned count,
+                  bool issued, Site site) {
     const SharedMemory& smem = current->smem;
     const MatrixDescriptor place(bits);
     if (place.swizzle != 1 || place.base_offset)
         trap(site, "a wgmma descriptor without 128-byte swizzle, or with a base offset, is not supported");
-    const ByteRange read = read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
-        check_written(smem.dynamic + offset, 16, "wgmma reads", site);
-        if (issued) check_fenced(offset, offset + 16, "wgmma reads", site);
-    });
+    const ByteRange read =
+        read_matrix(to, smem.dynamic, smem.dynamic_bytes, place, k_major, first, count, [&](uint64_t offset) {
+            check_written(smem.dynamic + offset, 16, "wgmma reads", site);
+            if (issued) check_fenced(offset, offset + 16, "wgmma reads", site);
+        });
     if (read.end > smem.dynamic_bytes)
         trap(site, "wgmma reads up to shared memory + %llu, which has %u", static_cast<unsigned long long>(read.end),
              smem.dynamic_bytes);
@@ -30,7 +31,8 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
 }
 
 // The current values of both operands. Register fragments: see include/ptx.cuh.
-void read_operands(const InFlight& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], bool issued, Site site) {
+void read_operands(const InFlight& product, uint16_t (&A)[DEPTH][WIDEST], uint16_t (&B)[DEPTH][WIDEST], bool issued,
+                   Site site) {
     const unsigned warp = thread_of(self()) / WARP % 4;
     read_operand(B, product.lane0.b_descriptor, product.lane0.b_k_major, 0, product.lane0.n, issued, site);
     if (!product.lane0.a)
@@ -48,7 +50,8 @@ bool same(const uint16_t (&a)[DEPTH][WIDEST], const uint16_t (&b)[DEPTH][WIDEST]
 }
 
 // Calls f(register, matrix element) for each accumulator of each lane.
-template <class F> void for_accumulators(Accumulators& a, F f) {
+template <class F>
+void for_accumulators(Accumulators& a, F f) {
     for (unsigned lane = 0; lane < WARP; ++lane)
         for (unsigned i = 0; i < a.n / 2; ++i)
             f(a.d[lane][i], a.values[i / 2 % 2 * 8 + lane / 4][i / 4 * 8 + lane % 4 * 2 + i % 2]);
@@ -114,7 +117,8 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
     while (done < warp.in_flight.count && warp.in_flight.items[done]->group + pending < warp.groups) {
         complete(*warp.in_flight.items[done++], site);
     }
-    for (unsigned i = 0; i < done; ++i) delete warp.in_flight.items[i];  // only now: after a trap the list still owns them
+    for (unsigned i = 0; i < done; ++i)
+        delete warp.in_flight.items[i];  // only now: after a trap the list still owns them
     warp.in_flight.count -= done;
     memmove(warp.in_flight.items, warp.in_flight.items + done, warp.in_flight.count * sizeof(InFlight*));
     unsigned open_accumulators = 0;
@@ -129,5 +133,6 @@ extern "C" void sandbox_wgmma_wait(unsigned pending, Site site) {
 extern "C" void sandbox_wgmma_settled(const float* d, Site site) {
     const WarpMma& warp = warp_mma();
     for (unsigned i = 0; i < warp.open_accumulators.count; ++i)
-        if (warp.open_accumulators.items[i]->d[self().lane] == d) trap(site, "accumulators used before the wait for their wgmma");
+        if (warp.open_accumulators.items[i]->d[self().lane] == d)
+            trap(site, "accumulators used before the wait for their wgmma");
 }

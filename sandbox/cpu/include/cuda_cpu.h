@@ -21,7 +21,7 @@
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))  // glibc's headers use this name: do not include them below
-#define __launch_bounds__(...)  // see SANDBOX_ENTRY
+#define __launch_bounds__(...)                  // see SANDBOX_ENTRY
 #define __align__(n) __attribute__((aligned(n)))
 #define alignas(n) __align__(n)  // valid in any position: `__shared__ alignas(128) float a[4];`
 #define __shared__ thread_local  // an OS thread runs one block at a time; `extern` arrays: see SANDBOX_DYNAMIC
@@ -56,7 +56,8 @@ inline void __threadfence_block() { cpu::sandbox_fence(); }
 
 namespace cpu {
 
-template <class To, class From> inline To bits(From from) {  // copies the low-order bytes
+template <class To, class From>
+inline To bits(From from) {  // copies the low-order bytes
     To to{};
     memcpy(&to, &from, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
     return to;
@@ -64,13 +65,15 @@ template <class To, class From> inline To bits(From from) {  // copies the low-o
 
 [[noreturn]] inline void wrong_source(unsigned mask, int source, Site site) {
     char reason[128];
-    snprintf(reason, sizeof reason, "lane %u shuffles from lane %d, which is not in the mask 0x%08x or not in the block",
-             sandbox_self->lane, source, mask);
+    snprintf(reason, sizeof reason,
+             "lane %u shuffles from lane %d, which is not in the mask 0x%08x or not in the block", sandbox_self->lane,
+             source, mask);
     sandbox_trap(reason, site);
 }
 
 // The value of lane `source` of the group of `width` lanes; this lane's own value if `source` is outside of the group.
-template <class T> inline T shuffle(Collective what, unsigned mask, T mine, int source, int width, Site site) {
+template <class T>
+inline T shuffle(Collective what, unsigned mask, T mine, int source, int width, Site site) {
     static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
     const uint64_t* values = sandbox_collective(what, mask, bits<uint64_t>(mine), site);
     const int lane = int(sandbox_self->lane), first = lane & ~(width - 1);
@@ -81,7 +84,8 @@ template <class T> inline T shuffle(Collective what, unsigned mask, T mine, int 
     return bits<T>(values[source]);
 }
 
-template <class F> inline void for_lanes(unsigned mask, const uint64_t* values, F f) {
+template <class F>
+inline void for_lanes(unsigned mask, const uint64_t* values, F f) {
     mask &= sandbox_self->warp_mask;
     for (int lane = 0; lane < 32; ++lane)
         if (mask >> lane & 1) f(lane, values[lane]);
@@ -94,7 +98,8 @@ inline unsigned ballot(Collective what, unsigned mask, bool predicate, Site site
     return result;
 }
 
-template <class T, class F> inline T reduce(unsigned mask, T mine, F f, Site site) {
+template <class T, class F>
+inline T reduce(unsigned mask, T mine, F f, Site site) {
     bool first = true;
     T result{};
     for_lanes(mask, sandbox_collective(Collective::reduce, mask, bits<uint64_t>(mine), site), [&](int, uint64_t value) {
@@ -106,16 +111,20 @@ template <class T, class F> inline T reduce(unsigned mask, T mine, F f, Site sit
 
 }  // namespace cpu
 
-template <class T> inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, SANDBOX_SITE) {
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, SANDBOX_SITE) {
     return cpu::shuffle(cpu::Collective::shfl, mask, value, source, width, site);
 }
-template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SANDBOX_SITE) {
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SANDBOX_SITE) {
     return cpu::shuffle(cpu::Collective::shfl_up, mask, value, int(cpu::sandbox_self->lane) - int(delta), width, site);
 }
-template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SANDBOX_SITE) {
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SANDBOX_SITE) {
     return cpu::shuffle(cpu::Collective::shfl_down, mask, value, int(cpu::sandbox_self->lane + delta), width, site);
 }
-template <class T> inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, SANDBOX_SITE) {
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, SANDBOX_SITE) {
     return cpu::shuffle(cpu::Collective::shfl_xor, mask, value, int(cpu::sandbox_self->lane) ^ lanes, width, site);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, SANDBOX_SITE) {
@@ -127,15 +136,16 @@ inline int __any_sync(unsigned mask, int predicate, SANDBOX_SITE) {
 inline int __all_sync(unsigned mask, int predicate, SANDBOX_SITE) {
     return cpu::ballot(cpu::Collective::all, mask, predicate != 0, site) == (mask & cpu::sandbox_self->warp_mask);
 }
-template <class T> inline unsigned __match_any_sync(unsigned mask, T value, SANDBOX_SITE) {
+template <class T>
+inline unsigned __match_any_sync(unsigned mask, T value, SANDBOX_SITE) {
     const uint64_t mine = cpu::bits<uint64_t>(value);
     unsigned result = 0;
     cpu::for_lanes(mask, cpu::sandbox_collective(cpu::Collective::match, mask, mine, site),
                    [&](int lane, uint64_t other) { result |= unsigned(other == mine) << lane; });
     return result;
 }
-#define SANDBOX_REDUCE(name, T, expression) \
-    inline T name(unsigned mask, T value, SANDBOX_SITE) { \
+#define SANDBOX_REDUCE(name, T, expression)                                              \
+    inline T name(unsigned mask, T value, SANDBOX_SITE) {                                \
         return cpu::reduce(mask, value, [](T a, T b) -> T { return expression; }, site); \
     }
 SANDBOX_REDUCE(__reduce_add_sync, int, a + b)
@@ -144,38 +154,44 @@ SANDBOX_REDUCE(__reduce_max_sync, int, a > b ? a : b)
 SANDBOX_REDUCE(__reduce_max_sync, unsigned, a > b ? a : b)
 SANDBOX_REDUCE(__reduce_min_sync, int, a < b ? a : b)
 SANDBOX_REDUCE(__reduce_min_sync, unsigned, a < b ? a : b)
-SANDBOX_REDUCE(__reduce_and_sync, unsigned, a & b)
+SANDBOX_REDUCE(__reduce_and_sync, unsigned, a& b)
 SANDBOX_REDUCE(__reduce_or_sync, unsigned, a | b)
 #undef SANDBOX_REDUCE
 
 // ---- atomics: hardware atomics, because blocks run on several OS threads
 
 namespace cpu {
-template <class T, class F> inline T atomic_update(T* address, F f) {
+template <class T, class F>
+inline T atomic_update(T* address, F f) {
     T expected = __atomic_load_n(address, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(address, &expected, f(expected), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
     return expected;
 }
-template <class Bits, class T> inline T atomic_add_float(T* address, T value) {
-    return bits<T>(atomic_update(reinterpret_cast<Bits*>(address),
-                                 [=](Bits old) { return bits<Bits>(T(bits<T>(old) + value)); }));
+template <class Bits, class T>
+inline T atomic_add_float(T* address, T value) {
+    return bits<T>(
+        atomic_update(reinterpret_cast<Bits*>(address), [=](Bits old) { return bits<Bits>(T(bits<T>(old) + value)); }));
 }
 }  // namespace cpu
 
 inline float atomicAdd(float* address, float value) { return cpu::atomic_add_float<uint32_t>(address, value); }
 inline double atomicAdd(double* address, double value) { return cpu::atomic_add_float<uint64_t>(address, value); }
-#define SANDBOX_ATOMICS(T) \
-    inline T atomicAdd(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); } \
-    inline T atomicSub(T* p, T v) { return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED); } \
-    inline T atomicAnd(T* p, T v) { return __atomic_fetch_and(p, v, __ATOMIC_RELAXED); } \
-    inline T atomicOr(T* p, T v) { return __atomic_fetch_or(p, v, __ATOMIC_RELAXED); } \
-    inline T atomicXor(T* p, T v) { return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED); } \
-    inline T atomicExch(T* p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); } \
-    inline T atomicMax(T* p, T v) { return cpu::atomic_update(p, [=](T old) { return old > v ? old : v; }); } \
-    inline T atomicMin(T* p, T v) { return cpu::atomic_update(p, [=](T old) { return old < v ? old : v; }); } \
-    inline T atomicCAS(T* p, T expected, T v) { \
+#define SANDBOX_ATOMICS(T)                                                                       \
+    inline T atomicAdd(T* p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }         \
+    inline T atomicSub(T* p, T v) { return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED); }         \
+    inline T atomicAnd(T* p, T v) { return __atomic_fetch_and(p, v, __ATOMIC_RELAXED); }         \
+    inline T atomicOr(T* p, T v) { return __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }           \
+    inline T atomicXor(T* p, T v) { return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED); }         \
+    inline T atomicExch(T* p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }       \
+    inline T atomicMax(T* p, T v) {                                                              \
+        return cpu::atomic_update(p, [=](T old) { return old > v ? old : v; });                  \
+    }                                                                                            \
+    inline T atomicMin(T* p, T v) {                                                              \
+        return cpu::atomic_update(p, [=](T old) { return old < v ? old : v; });                  \
+    }                                                                                            \
+    inline T atomicCAS(T* p, T expected, T v) {                                                  \
         __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED); \
-        return expected; \
+        return expected;                                                                         \
     }
 SANDBOX_ATOMICS(int)
 SANDBOX_ATOMICS(unsigned)
@@ -184,12 +200,12 @@ SANDBOX_ATOMICS(unsigned long long)
 
 // ---- vector types
 
-#define SANDBOX_VECTORS(T, name) \
-    struct __attribute__((aligned(2 * sizeof(T)))) name##2 { T x, y; }; \
-    struct name##3 { T x, y, z; }; \
+#define SANDBOX_VECTORS(T, name)                                                                        \
+    struct __attribute__((aligned(2 * sizeof(T)))) name##2 { T x, y; };                                 \
+    struct name##3 { T x, y, z; };                                                                      \
     struct __attribute__((aligned(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16))) name##4 { T x, y, z, w; }; \
-    inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
-    inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
+    inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                          \
+    inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                  \
     inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 SANDBOX_VECTORS(char, char)
 SANDBOX_VECTORS(unsigned char, uchar)
@@ -201,8 +217,12 @@ SANDBOX_VECTORS(double, double)
 SANDBOX_VECTORS(long long, longlong)
 SANDBOX_VECTORS(unsigned long long, ulonglong)
 #undef SANDBOX_VECTORS
-struct __attribute__((aligned(8))) uint2 { unsigned x, y; };
-struct __attribute__((aligned(16))) uint4 { unsigned x, y, z, w; };
+struct __attribute__((aligned(8))) uint2 {
+    unsigned x, y;
+};
+struct __attribute__((aligned(16))) uint4 {
+    unsigned x, y, z, w;
+};
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -210,15 +230,43 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 // ---- arithmetic. Macros, because glibc declares some of these names (__expf).
 
 #ifdef SANDBOX_OVERLOADS  // float and double overloads, as in NVRTC
-#define SANDBOX_UNARY(name) inline float name(float x) { return name##f(x); }
-#define SANDBOX_BINARY(name) inline float name(float x, float y) { return name##f(x, y); }
-SANDBOX_UNARY(acos) SANDBOX_UNARY(asin) SANDBOX_UNARY(atan) SANDBOX_UNARY(cbrt) SANDBOX_UNARY(ceil)
-SANDBOX_UNARY(cos) SANDBOX_UNARY(cosh) SANDBOX_UNARY(erf) SANDBOX_UNARY(erfc) SANDBOX_UNARY(exp)
-SANDBOX_UNARY(exp2) SANDBOX_UNARY(expm1) SANDBOX_UNARY(fabs) SANDBOX_UNARY(floor) SANDBOX_UNARY(log)
-SANDBOX_UNARY(log10) SANDBOX_UNARY(log1p) SANDBOX_UNARY(log2) SANDBOX_UNARY(rint) SANDBOX_UNARY(round)
-SANDBOX_UNARY(sin) SANDBOX_UNARY(sinh) SANDBOX_UNARY(sqrt) SANDBOX_UNARY(tan) SANDBOX_UNARY(tanh)
-SANDBOX_UNARY(trunc) SANDBOX_BINARY(atan2) SANDBOX_BINARY(copysign) SANDBOX_BINARY(fmax) SANDBOX_BINARY(fmin)
-SANDBOX_BINARY(fmod) SANDBOX_BINARY(hypot) SANDBOX_BINARY(pow)
+#define SANDBOX_UNARY(name) \
+    inline float name(float x) { return name##f(x); }
+#define SANDBOX_BINARY(name) \
+    inline float name(float x, float y) { return name##f(x, y); }
+SANDBOX_UNARY(acos)
+SANDBOX_UNARY(asin)
+SANDBOX_UNARY(atan)
+SANDBOX_UNARY(cbrt)
+SANDBOX_UNARY(ceil)
+SANDBOX_UNARY(cos)
+SANDBOX_UNARY(cosh)
+SANDBOX_UNARY(erf)
+SANDBOX_UNARY(erfc)
+SANDBOX_UNARY(exp)
+SANDBOX_UNARY(exp2)
+SANDBOX_UNARY(expm1)
+SANDBOX_UNARY(fabs)
+SANDBOX_UNARY(floor)
+SANDBOX_UNARY(log)
+SANDBOX_UNARY(log10)
+SANDBOX_UNARY(log1p)
+SANDBOX_UNARY(log2)
+SANDBOX_UNARY(rint)
+SANDBOX_UNARY(round)
+SANDBOX_UNARY(sin)
+SANDBOX_UNARY(sinh)
+SANDBOX_UNARY(sqrt)
+SANDBOX_UNARY(tan)
+SANDBOX_UNARY(tanh)
+SANDBOX_UNARY(trunc)
+SANDBOX_BINARY(atan2)
+SANDBOX_BINARY(copysign)
+SANDBOX_BINARY(fmax)
+SANDBOX_BINARY(fmin)
+SANDBOX_BINARY(fmod)
+SANDBOX_BINARY(hypot)
+SANDBOX_BINARY(pow)
 #undef SANDBOX_UNARY
 #undef SANDBOX_BINARY
 inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
@@ -226,11 +274,11 @@ inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
 #undef isinf
 #undef isfinite
 #undef signbit
-#define SANDBOX_CLASSIFICATION(T, name) \
-    inline bool isnan(T x) { return __builtin_isnan(x); } \
-    inline bool isinf(T x) { return __builtin_isinf(x); } \
+#define SANDBOX_CLASSIFICATION(T, name)                         \
+    inline bool isnan(T x) { return __builtin_isnan(x); }       \
+    inline bool isinf(T x) { return __builtin_isinf(x); }       \
     inline bool isfinite(T x) { return __builtin_isfinite(x); } \
-    inline bool signbit(T x) { return __builtin_signbit(x); } \
+    inline bool signbit(T x) { return __builtin_signbit(x); }   \
     inline T abs(T x) { return name(x); }
 SANDBOX_CLASSIFICATION(float, fabsf)
 SANDBOX_CLASSIFICATION(double, fabs)
@@ -240,7 +288,7 @@ inline long abs(long x) { return x < 0 ? -x : x; }
 inline long long abs(long long x) { return x < 0 ? -x : x; }
 #endif
 
-#define SANDBOX_MIN_MAX(T, A, B) \
+#define SANDBOX_MIN_MAX(T, A, B)                     \
     inline T min(A a, B b) { return b < a ? b : a; } \
     inline T max(A a, B b) { return a < b ? b : a; }
 SANDBOX_MIN_MAX(int, int, int)
@@ -261,7 +309,8 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {  /
     unsigned found = 0;
     for (int i = 0; i < 4; ++i) {
         const unsigned nibble = selector >> 4 * i, byte = (nibble & 4 ? high : low) >> 8 * (nibble & 3) & 0xff;
-        found |= (nibble & 8 ? byte >> 7 ? 0xff : 0 : byte) << 8 * i;  // bit 3 of the nibble: replicate the sign of the byte
+        found |= (nibble & 8 ? byte >> 7 ? 0xff : 0 : byte)
+                 << 8 * i;  // bit 3 of the nibble: replicate the sign of the byte
     }
     return found;
 }
@@ -312,32 +361,56 @@ inline unsigned __brev(unsigned x) {
     for (int bit = 0; bit < 32; ++bit) result |= (x >> bit & 1u) << (31 - bit);
     return result;
 }
-template <class T> inline T __ldg(const T* address) { return *address; }
+template <class T>
+inline T __ldg(const T* address) {
+    return *address;
+}
 inline long long clock64() { return 0; }
 
 // ---- entry points
 
 namespace cpu {
-template <int... I> struct Indices {};
-template <int N, int... I> struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
-template <int... I> struct MakeIndices<0, I...> { using type = Indices<I...>; };
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct MakeIndices : MakeIndices<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeIndices<0, I...> {
+    using type = Indices<I...>;
+};
 
-template <class A> inline A argument(const void* at) {  // the source may be less aligned than A
+template <class A>
+inline A argument(const void* at) {  // the source may be less aligned than A
     __align__(alignof(A)) char value[sizeof(A)];
     memcpy(value, at, sizeof(A));
     return *reinterpret_cast<A*>(value);
 }
-template <class... A, int... I> inline void call(void (*kernel)(A...), void** args, Indices<I...>) {
+template <class... A, int... I>
+inline void call(void (*kernel)(A...), void** args, Indices<I...>) {
     kernel(argument<A>(args[I])...);  // by value, as in cuLaunchKernel
 }
-template <class... A> inline void call(void (*kernel)(A...), void** args) {
+template <class... A>
+inline void call(void (*kernel)(A...), void** args) {
     call(kernel, args, typename MakeIndices<sizeof...(A)>::type());
 }
-template <class T> struct Kind { static constexpr unsigned value = __is_class(T) || __is_union(T) ? 3 : 1; };
-template <class T> struct Kind<T*> { static constexpr unsigned value = 0; };
-template <> struct Kind<float> { static constexpr unsigned value = 2; };
-template <> struct Kind<double> { static constexpr unsigned value = 2; };
-template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each) {  // decoded by CpuFunction in launch.py
+template <class T>
+struct Kind {
+    static constexpr unsigned value = __is_class(T) || __is_union(T) ? 3 : 1;
+};
+template <class T>
+struct Kind<T*> {
+    static constexpr unsigned value = 0;
+};
+template <>
+struct Kind<float> {
+    static constexpr unsigned value = 2;
+};
+template <>
+struct Kind<double> {
+    static constexpr unsigned value = 2;
+};
+template <class... A>
+inline unsigned parameters(void (*)(A...), unsigned* each) {  // decoded by CpuFunction in launch.py
     const unsigned found[] = {unsigned(sizeof(A)) << 2 | Kind<A>::value..., 0};
     memcpy(each, found, sizeof...(A) * sizeof *each);
     return sizeof...(A);
@@ -347,10 +420,12 @@ template <class... A> inline unsigned parameters(void (*)(A...), unsigned* each)
 // All `extern __shared__` arrays are one buffer: each name becomes a linker alias of it.
 #define SANDBOX_DYNAMIC(name) \
     asm(".globl " #name "\n.type " #name ", %tls_object\n.set " #name ", sandbox_dynamic_smem\n");
-#define SANDBOX_ENTRY(name, bound) \
-    extern "C" unsigned sandbox_max_threads_##name() { return unsigned(bound); } \
+#define SANDBOX_ENTRY(name, bound)                                                \
+    extern "C" unsigned sandbox_max_threads_##name() { return unsigned(bound); }  \
     extern "C" void sandbox_entry_##name(void** args) { cpu::call(&name, args); } \
-    extern "C" unsigned sandbox_parameters_##name(unsigned* sandbox_each) { return cpu::parameters(&name, sandbox_each); }
+    extern "C" unsigned sandbox_parameters_##name(unsigned* sandbox_each) {       \
+        return cpu::parameters(&name, sandbox_each);                              \
+    }
 
 extern "C" {
 extern thread_local char sandbox_dynamic_smem[];

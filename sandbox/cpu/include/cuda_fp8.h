@@ -19,11 +19,13 @@ template <unsigned FRACTION, unsigned OFFSET, unsigned LARGEST>
 inline unsigned char float_to_fp8(float f) {
     const unsigned x = bits<unsigned>(f), sign = x >> 24 & 0x80u, magnitude = x & 0x7fffffffu;
     constexpr unsigned SHIFT = 23 - FRACTION, REBIAS = (127 - OFFSET) << FRACTION;
-    if (magnitude > 0x7f800000u) return 0x7f;                                  // NaN, canonical as on the GPU
+    if (magnitude > 0x7f800000u) return 0x7f;  // NaN, canonical as on the GPU
     if (magnitude >= (LARGEST + REBIAS) << SHIFT) return static_cast<unsigned char>(sign | LARGEST);
-    if (magnitude < (128 - OFFSET) << 23) {                                      // subnormal: the float addition rounds
-        const float step = bits<float>((127 - OFFSET + 1 + SHIFT) << 23);        // step: last place equal to that of subnormals
-        return static_cast<unsigned char>(sign | (bits<unsigned>(bits<float>(magnitude) + step) - bits<unsigned>(step)));
+    if (magnitude < (128 - OFFSET) << 23) {  // subnormal: the float addition rounds
+        const float step =
+            bits<float>((127 - OFFSET + 1 + SHIFT) << 23);  // step: last place equal to that of subnormals
+        return static_cast<unsigned char>(sign |
+                                          (bits<unsigned>(bits<float>(magnitude) + step) - bits<unsigned>(step)));
     }
     const unsigned rounded = (magnitude + (1u << (SHIFT - 1)) - 1 + (magnitude >> SHIFT & 1u)) >> SHIFT;
     return static_cast<unsigned char>(sign | (rounded - REBIAS));
@@ -33,12 +35,12 @@ inline unsigned char float_to_e5m2(float f) { return float_to_fp8<2, 15, 0x7b>(f
 
 }  // namespace cpu
 
-#define SANDBOX_FP8_TYPE(T, to_float, from_float) \
-    struct T { \
-        unsigned char __x; \
-        T() = default; \
-        explicit T(float f) : __x(from_float(f)) {} \
-        explicit T(double f) : __x(from_float(float(f))) {} \
+#define SANDBOX_FP8_TYPE(T, to_float, from_float)                 \
+    struct T {                                                    \
+        unsigned char __x;                                        \
+        T() = default;                                            \
+        explicit T(float f) : __x(from_float(f)) {}               \
+        explicit T(double f) : __x(from_float(float(f))) {}       \
         explicit operator float() const { return to_float(__x); } \
     };
 SANDBOX_FP8_TYPE(__nv_fp8_e4m3, cpu::e4m3_to_float, cpu::float_to_e4m3)

@@ -61,7 +61,9 @@ inline void store_floats(float* to, const float (&x)[4]) {
 inline float* pin_address(float* address) { return address; }
 inline void tma_store_commit() { cpu::sandbox_bulk_commit(); }
 template <int PENDING = 0>
-inline void tma_store_wait_read() { cpu::sandbox_bulk_wait_read(PENDING); }
+inline void tma_store_wait_read() {
+    cpu::sandbox_bulk_wait_read(PENDING);
+}
 inline void tma_store_wait() { cpu::sandbox_bulk_wait(); }
 
 // ---- counters in global memory
@@ -97,12 +99,18 @@ enum class Order { K_MAJOR, MN_MAJOR };
 inline void wgmma_fence() { cpu::sandbox_wgmma_fence(); }
 inline void wgmma_commit() { cpu::sandbox_wgmma_commit(); }
 template <int PENDING>
-inline void wgmma_wait(SANDBOX_SITE) { cpu::sandbox_wgmma_wait(PENDING, site); }
+inline void wgmma_wait(SANDBOX_SITE) {
+    cpu::sandbox_wgmma_wait(PENDING, site);
+}
 template <int R>
-inline void warpgroup_fence_operand(float (&d)[R], SANDBOX_SITE) { cpu::sandbox_wgmma_settled(d, site); }
+inline void warpgroup_fence_operand(float (&d)[R], SANDBOX_SITE) {
+    cpu::sandbox_wgmma_settled(d, site);
+}
 
 template <int R>
-inline void wgmma_discard(float (&d)[R]) { memset(d, 0xff, sizeof d); }
+inline void wgmma_discard(float (&d)[R]) {
+    memset(d, 0xff, sizeof d);
+}
 
 namespace cpu {
 #if defined(DTYPE_bfloat16)
@@ -114,8 +122,9 @@ constexpr Format FORMAT_16 = Format::float16;
 
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 inline void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate, SANDBOX_SITE) {
-    const cpu::Product mine{d, nullptr, a.bits, b.bits, 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
-                            accumulate, cpu::FORMAT_16};
+    const cpu::Product mine{
+        d,          nullptr,       a.bits, b.bits, 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
+        accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
 template <Order B_ORDER, int R>
@@ -135,9 +144,13 @@ inline T uniform(T x, SANDBOX_SITE) {
 }
 inline bool elect() { return cpu::sandbox_self->lane == 0; }
 template <int REGISTERS>
-inline void setmaxnreg_dec(SANDBOX_SITE) { cpu::sandbox_setmaxnreg(REGISTERS, site); }
+inline void setmaxnreg_dec(SANDBOX_SITE) {
+    cpu::sandbox_setmaxnreg(REGISTERS, site);
+}
 template <int REGISTERS>
-inline void setmaxnreg_inc(SANDBOX_SITE) { cpu::sandbox_setmaxnreg(REGISTERS, site); }
+inline void setmaxnreg_inc(SANDBOX_SITE) {
+    cpu::sandbox_setmaxnreg(REGISTERS, site);
+}
 inline void named_barrier_sync(unsigned id, unsigned threads, SANDBOX_SITE) {
     cpu::sandbox_named_barrier(id, threads, true, false, site);
 }

@@ -37,9 +37,9 @@ inline unsigned matrix_pair(const uint64_t* rows, int row, int column, bool tran
 }
 
 inline void load_matrices(unsigned (&r)[4], SmemAddr row, bool transposed, Site site) {
-    if (reinterpret_cast<uint64_t>(row) % 16) sandbox_trap("ldmatrix from an address that is not a multiple of 16", site);
-    const uint64_t* rows =
-        sandbox_collective(Collective::ldmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site);
+    if (reinterpret_cast<uint64_t>(row) % 16)
+        sandbox_trap("ldmatrix from an address that is not a multiple of 16", site);
+    const uint64_t* rows = sandbox_collective(Collective::ldmatrix, 0xffffffffu, reinterpret_cast<uint64_t>(row), site);
     const int lane = int(sandbox_self->lane);
     for (int matrix = 0; matrix < 4; ++matrix) {
         r[matrix] = matrix_pair(rows + 8 * matrix, lane / 4, lane % 4 * 2, transposed);
@@ -74,7 +74,8 @@ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
         float sum = 0.0f;
         for (int k = 0; k < 16; ++k) {  // element k of a row is in lane k % 8 / 2, register k / 8, half k % 2
             const uint64_t row = all[i / 2][4 * g + k % 8 / 2], col = all[2][4 * column + k % 8 / 2];
-            sum += cpu::element(unsigned(row >> 32 * (k / 8)), k % 2) * cpu::element(unsigned(col >> 32 * (k / 8)), k % 2);
+            sum +=
+                cpu::element(unsigned(row >> 32 * (k / 8)), k % 2) * cpu::element(unsigned(col >> 32 * (k / 8)), k % 2);
         }
         c[i] += sum;
     }
@@ -114,7 +115,9 @@ __forceinline__ void cp_async_4(SmemAddr to, const void* from, bool valid, SANDB
 }
 inline void cp_async_commit() { cpu::sandbox_cp_async_commit(); }
 template <int PENDING>
-inline void cp_async_wait() { cpu::sandbox_cp_async_wait(PENDING); }
+inline void cp_async_wait() {
+    cpu::sandbox_cp_async_wait(PENDING);
+}
 
 inline void prefetch_L2(const void*) {}
 inline void prefetch_L1(const void*) {}
