@@ -180,8 +180,9 @@ def _kernel_options(
     return (
         *_OPTIONS,
         "-UNDEBUG",  # zig defines it; a kernel's assert must be checked, as with NVRTC
-        # `extern thread_local` arrays need no initialiser call at each use
-        *(("-fno-extern-tls-init",) if compiler.is_gcc else ()),
+        # `extern thread_local` arrays need no initialiser call at each use. By default static shared memory of an
+        # inline function is one variable per process: that of the library loaded first, whose tile may be smaller.
+        *(("-fno-extern-tls-init", "-fno-gnu-unique") if compiler.is_gcc else ()),
         *(f"-D{name}={value}" for name, value in defines.items()),
         *(f"-I{folder}" for folder in (*include_dirs(source), *folders)),
     )

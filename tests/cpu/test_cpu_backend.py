@@ -190,6 +190,25 @@ def test_static_and_dynamic_shared_memory(run_cuda: Run) -> None:
 
 
 @on_cpu
+def test_static_shared_memory_of_inline_functions_is_per_kernel(run_cuda: Run) -> None:
+    """Arrays of the same function, of different sizes in two libraries of one process."""
+    text = """
+    __device__ __forceinline__ void reverse(int* out) {
+        __shared__ int before[4], values[COUNT], after[4];
+        if (threadIdx.x < 4) before[threadIdx.x] = after[threadIdx.x] = 7;
+        __syncthreads();
+        values[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        out[threadIdx.x] = values[COUNT - 1 - threadIdx.x] + 1000 * (before[threadIdx.x % 4] + after[threadIdx.x % 4]);
+    }
+    extern "C" __global__ void reversed(int* out) { reverse(out); }"""
+    for count in (32, 1024):  # the smaller one is loaded first
+        out = np.zeros(count, np.int32)
+        run_cuda(text, "reversed", out, block=count, defines={"COUNT": count})
+        assert (out == 14000 + np.arange(count)[::-1]).all()
+
+
+@on_cpu
 def test_shared_memory_is_poisoned_for_each_block(run_cuda: Run) -> None:
     """Unwritten shared memory contains NaN in one block and large values in the next."""
     text = """
