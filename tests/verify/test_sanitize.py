@@ -22,6 +22,8 @@ from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
 from sandbox.spec import Causal, Problem
 from sandbox.toolchain import tools
+from sandbox.toolchain.nvrtc import INCLUDE_DIR
+from sandbox.toolchain.sources import included_files
 from sandbox.verify import compute_sanitizer, findings, sanitize
 
 needs_sanitizers = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has none")
@@ -69,16 +71,17 @@ FAULTS = {
         "O depends on uninitialised local variables", "",
     ),
     "missing wait": (
-        "fwd_mma", "cp_async_wait<0>();", "", "address",
-        "shared memory used while a cp.async to it by thread 0 has not been waited for", "state.load_queries(Q_smem",
+        "fwd_mma", "        cp_async_wait<0>();\n        __syncthreads();  // all threads' loads",
+        "        __syncthreads();  // all threads' loads", "address",
+        "shared memory used while a cp.async to it by thread 0 has not been waited for", "ldmatrix_x4(state.Q[",
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // all threads' loads of tile j", "// all threads' loads of tile j", "thread",
         "against previous write of 8 bytes at fwd_mma.cu", "cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
     ),
     "uninitialised, by ldmatrix": (
-        "fwd_mma", "            load_next(j);\n", "", "uninitialised",
-        "shared memory read before anything was written there", "ldmatrix_x4(K, K_smem",
+        "fwd_mma", "            tiles.load_next(j);\n", "", "uninitialised",
+        "shared memory read before anything was written there", "ldmatrix_x4(B, B_tile",
     ),
     "out of bounds, by cp.async": (
         "fwd_mma", "Q.stride_s, m0, head.Sq);", "Q.stride_s, m0, head.Sq + 16);", "address",
@@ -113,10 +116,10 @@ FAULTS = {
 def test_a_fault_is_found_on_the_cpu(fault: str, tmp_path: Path) -> None:
     name, old, new, tool, what, line = FAULTS[fault]
     kernel = registry.get(name)
-    text = kernel.source.read_text()
-    assert old in text
-    changed = dataclasses.replace(kernel, source=tmp_path / f"{name}.cu")
-    changed.source.write_text(text.replace(old, new))
+    files = included_files(kernel.source, (INCLUDE_DIR,))[0]
+    file = next(path.name for path in files if old in path.read_text())
+    source = kernel_copy(kernel, tmp_path, file, lambda text: text.replace(old, new))
+    changed = dataclasses.replace(kernel, source=source)
     tile = sanitize.small_tile(kernel)
     problem = sanitize.small_problems(kernel, tile)[0]
     found = sanitize.on_host(tool, changed, problem, tile, timeout=0.5 if fault == "endless" else 60)
