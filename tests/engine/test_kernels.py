@@ -124,7 +124,7 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     own, several = kernel.dtypes.index(dtype), len(kernel.dtypes)
     pointed = [*isolating_cases(kernel, dtype)]
     rare = [case for case in cases if not case.problem.plain or case.problem.ragged]
-    usual = [case for case in cases if case not in rare and case not in pointed]
+    usual = [case for case in cases if case not in rare and case not in pointed and copies_rows(kernel, case)]
     long = [case for case in usual if max(case.problem.Sq, case.problem.Sk) >= 1024]
     narrow = [case for case in long if case.problem.D <= 64]
     chosen = sample.sample(narrow, min(len(narrow), 2)) + sample.sample(rare, min(len(rare), 2))
@@ -135,6 +135,12 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
         group = [case for case in of_width if case.problem.causal == mask]
         chosen += sample.sample(group, min(len(group), 3))
     return chosen if dtype == dtype_of(kernel) else chosen + pointed[own % 2 :: 2]
+
+
+def copies_rows(kernel: Kernel, case: Case) -> bool:
+    """Whether the kernel supports the alignment of the case's rows. A small sample must not consist of other cases."""
+    p = case.problem
+    return case.layout != "unaligned" or not kernel.why_unsupported(dataclasses.replace(p, alignment=p.itemsize), None)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
