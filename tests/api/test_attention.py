@@ -9,6 +9,7 @@ import sys
 import threading
 import tracemalloc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,10 +153,10 @@ def test_a_wrong_spec_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The specs are read in the first call of an attention; the message is kept, the exception is not."""
     read = registry._kernels_of
 
-    def broken(name: str):
-        if name == "fwd_decode":
+    def broken(spec: Path):
+        if spec.stem == "fwd_decode":
             raise SpecError("a mistake")
-        return read(name)
+        return read(spec)
 
     def call() -> weakref.ref:
         q, k, v = arrays(1, 1, 5, 8)

@@ -25,6 +25,7 @@ from sandbox.spec import Kernel, Problem, Tile
 from sandbox.toolchain.nvrtc import INCLUDE_DIR
 from sandbox.toolchain.sources import included_files
 from sandbox.verify import sanitize as verifying
+from sandbox.verify import suite
 from sandbox.verify.cases import Case, inputs_of
 from sandbox.verify.sanitize import HOST_TOOLS, launch_on_host, on_host, small_problems, small_tile
 
@@ -276,7 +277,7 @@ def test_indices_outside_of_the_tensors_are_clamped(
                 inputs[array][place] = number
         return inputs
 
-    monkeypatch.setattr(verifying, "inputs_of", bad_inputs)
+    monkeypatch.setattr(suite, "inputs_of", bad_inputs)
     kernel = registry.get(name)
     unchecked = dataclasses.replace(kernel, macros={**kernel.macros, "CHECKED_KERNELS": 0})
     report, _ = launch_on_host("address", unchecked, problem, choose_tile(kernel, problem, None))

@@ -115,7 +115,7 @@ def test_ptx_of_a_kernel() -> None:
 def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "find", lambda name: None)
     assert disassembly.opcode_counts(b"") == {}
-    with pytest.raises(ToolchainMissing, match=r"nvdisasm is not on the PATH .*: pip install "):
+    with pytest.raises(ToolchainMissing, match=r"nvdisasm is neither on the PATH nor in .*: pip install "):
         disassembly.sass(b"")
 
 
@@ -271,7 +271,7 @@ def test_kernels_with_several_entry_points() -> None:
     assert {i["function"] for i in converting["instructions"]} == {"bwd_mma_postprocess"}
     assert main["resources"]["registers"] > 4 * converting["resources"]["registers"]
     assert not any(name.startswith("HMMA") for name in converting["counts"])
-    with pytest.raises(UnknownKernel, match="fwd_mma has no entry fwd_mma_dq: it has fwd_mma"):
+    with pytest.raises(UnknownKernel, match="fwd_mma has no entry point fwd_mma_dq: it has fwd_mma"):
         registry.get("fwd_mma").entry("fwd_mma_dq")
 
 

@@ -253,7 +253,7 @@ def test_failures_of_the_tool(
 
 def test_without_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler.tools, "find", lambda name: None)
-    with pytest.raises(ToolchainMissing, match=r"nsys is not on the PATH .*: install Nsight Systems"):
+    with pytest.raises(ToolchainMissing, match=r"nsys is neither on the PATH nor in .*: install Nsight Systems"):
         profiler.collect("nsys", SUBJECT, tmp_path / "p")
 
 

@@ -202,7 +202,7 @@ def test_the_command(project_copy: Path) -> None:
 
 def test_a_tool_that_is_missing_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "find", lambda name: None)
-    with pytest.raises(ToolchainMissing, match=r"compute-sanitizer is not on the PATH .* CUDA toolkit"):
+    with pytest.raises(ToolchainMissing, match=r"compute-sanitizer is neither on the PATH nor in .* CUDA toolkit"):
         next(sanitize.inspect(registry.get("fwd_minimal"), ("cuda", 0)))
 
 
