@@ -278,7 +278,7 @@ def test_key_lengths_with_a_mask_that_names_Sk() -> None:
     tile_map = sandbox.block_map(score, Problem(1, 1, S, S, 32))
     q, k, v = drawn_for(Problem(1, 1, S, S, 32))
     lengths = np.array([100], np.int32)
-    with pytest.raises(UnsupportedProblem, match="its mask names Sk, which with key_lengths differs"):
+    with pytest.raises(UnsupportedProblem, match="its mask reads Sk, which with key_lengths differs"):
         sandbox.attention_forward(q, k, v, score=score.with_blocks(tile_map), key_lengths=lengths)
     given = Score(mask="j >= 30").with_blocks(sandbox.block_map(Score(mask="j >= 30"), Problem(1, 1, S, S, 32)))
     found = sandbox.attention_forward(q, k, v, score=given, key_lengths=lengths)[0]
