@@ -9,30 +9,36 @@
 //   warp 1        loads LSE and delta per m_block
 //   warps 2, 3    dQ-store warps: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
 //   consumers     S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K
-//     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   of one consumer, BLOCK_N = 128; S1: m_block 1
-//     others          | P1   dS1 |      store dQ0      | P2   dS2 |      store dQ1  its other instructions; | P dS | is executed by
-//                                                                                   one consumer at a time (ping-pong)
+//     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, BLOCK_N = 128; S1: S^T of m_block 1
+//     others          | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong: one consumer
+//                                                                                   at a time executes | P dS |
 //
 //   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh).
 //   BLOCK_N = 64 (HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns of dK, dV and dQ
-//     (bwd_consumer_wide.cuh). No ping-pong, no delay of dQ: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
+//     (bwd_consumer_wide.cuh). No ping-pong; dQ is computed in the same iteration: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
 //
-//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P, as dS, if BLOCK_N = 64 |
+//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P [2][BLOCK_M][BLOCK_N], if BLOCK_N = 64 |
 //                  dQ, if BLOCK_N = 128 | bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 //
 // Blocks add to dQ_accum in any order, so the last bits of dQ vary between runs; those of dK and dV do not. With
 // DETERMINISTIC (bwd_wgmma_deterministic) a semaphore orders the additions (dq_semaphore.cuh). dQ_accum has the layout
 // of the accumulator registers; `bwd_wgmma_postprocess` converts and scales it. Warp roles: FlashAttention-3 (Shah et
-// al. 2024, arXiv:2407.08608).
+// al. 2024, arXiv:2407.08608). Names that end in _AT are offsets in shared memory, in bytes.
+//
+// Building blocks: bwd_tiles.cuh, pipeline.cuh (mbarriers, STAGES), m_block_range.cuh (order of m_blocks),
+// dq_semaphore.cuh (work tile of a block, order of the additions to dQ; grid: bwd_wgmma.py), bwd_load.cuh,
+// bwd_mainloop.cuh, bwd_fragment.cuh (dropout, mask, bias; applies the score modification of score_mod.cuh),
+// bwd_epilogue.cuh (stores of dK and dV), bwd_postprocess.cuh, non_finite.cuh. BLOCK_M, BLOCK_N and STAGES are the
+// numbers of a tile in bwd_wgmma.py.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
 #define bwd_wgmma bwd_wgmma_deterministic
 #define bwd_wgmma_postprocess bwd_wgmma_deterministic_postprocess
 #endif
-#define TIMELINE_BRANCH 1  // blocks that are not recorded branch over each mark: experiments/018_timeline
-#define FALLBACK_INLINE __forceinline__
+#define TIMELINE_BRANCH 1                // blocks that are not recorded branch over each mark: experiments/018_timeline
+#define FALLBACK_INLINE __forceinline__  // see non_finite.cuh
 #include "bwd_epilogue.cuh"
 #include "bwd_load.cuh"
 #include "bwd_mainloop.cuh"
@@ -44,12 +50,12 @@
 // Both consumers work on the same 64 keys; each owns half of the columns of dK, dV and dQ.
 constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;
 constexpr bool BIAS_TILES = BIAS & 8;  // the bias has a tensor map
-// With a score modification that has a derivative, the mask is applied to P, otherwise to S. If it were applied to S,
-// ptxas would pack the derivatives only after the mask's branch: until then they need twice as many registers, beside
-// S, and spill.
+// Whether the mask is applied to P, not to S: with a score modification that has a derivative. If the mask were applied
+// to S, ptxas would pack the derivatives into 16-bit pairs only after the mask's branch. Before that they would take
+// twice as many registers, at the same time as S, and spill.
 constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
-// Keeps the block's first key in a register: recomputing it spills with dropout. The other cases have registers to
-// spare.
+// Whether n0, the block's first key, is kept in a register. Otherwise it is computed from blockIdx on each use. This is
+// not possible if RAGGED or DETERMINISTIC, and spills with dropout; SPLIT_HEAD_DIM has registers to spare.
 constexpr bool N0_IN_REGISTER = RAGGED || DROPOUT || DETERMINISTIC || SPLIT_HEAD_DIM;
 constexpr int DKV_COLS = SPLIT_HEAD_DIM ? 128 : D_PAD;  // columns of dK and dV per consumer
 // Columns of dQ that consumer 0 computes if BLOCK_M = 64.
@@ -58,8 +64,8 @@ constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : DQ_SPLIT_COLS;  // columns of a
 // Columns of consumer 1 that contain data; its other columns are padding.
 constexpr int DQ_COLS_2 = BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
 constexpr unsigned DQ_PART = 64 * DQ_COLS, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
-// setmaxnreg. FEW_LOAD_REGISTERS: cases in which consumers spill with 232 registers. With a block map and
-// SPLIT_HEAD_DIM they do not get more, because the load warps spill with 24.
+// Registers per thread (setmaxnreg). FEW_LOAD_REGISTERS: cases in which consumers would spill with 232 registers. With
+// a block map and SPLIT_HEAD_DIM consumers nevertheless have 232: the load warps would spill with 24.
 constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DKV_COLS > 96 && !(SPLIT_HEAD_DIM && Head::MAPPED));
 constexpr int LOAD_WARP_REGISTERS = FEW_LOAD_REGISTERS ? 24 : 40, CONSUMER_REGISTERS = FEW_LOAD_REGISTERS ? 240 : 232;
 static_assert(SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
@@ -106,7 +112,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// What all warps of a block know.
+// Values that all warps of a block use.
 struct BwdBlock {
     const BwdParams& params;
     const SmemAddr base;  // of smem
@@ -117,8 +123,8 @@ struct BwdBlock {
     const unsigned warp, lane;
 
     __device__ __forceinline__ int first_head() const { return kv_head * group; }
-    // dQ_accum of an m_block of query head `head` of the group. Its semaphore: the number of work tiles that have
-    // added.
+    // Index, accumulators and semaphore (dq_semaphore.cuh) of the dQ tile of the m_block at row m0, for query head
+    // `head` of the group.
     __device__ __forceinline__ long long dQ_tile_index(int head, int m0) const {
         return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
     }
@@ -130,14 +136,14 @@ struct BwdBlock {
         return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_AT + 2 * dQ_tile_index(head, m0) + consumer;
     }
     __device__ __forceinline__ int semaphore_target(int m0) const { return work_tile.semaphore_target(head0, m0); }
-    // Read again where keeping it would take registers in the mainloop.
+    // After the mainloop: reads the work tile again, so that it does not take registers in the mainloop.
     __device__ __forceinline__ BwdWorkTile reload_work_tile() const {
         return load_work_tile(smem + WORK_TILE_AT, params.Hk, params.B);
     }
 };
 
-// LSE, as -LSE * log2(e), of the lane's first two queries from query `first` of the tile on. delta: BLOCK_M floats
-// later.
+// Address of -LSE * log2(e) of the lane's first two queries, counted from query `first` of the tile. Their delta is
+// BLOCK_M floats after it.
 __device__ __forceinline__ const float* stats_of(unsigned stage, int first) {
     return reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + first + thread_index_x() % 4 * 2;
 }
@@ -157,7 +163,7 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         const unsigned stage = stage_of(i);
         if (i == 0) load_K();
-        if (i == 0 && Head::MAPPED) load_V();  // with a block map, loading V later spills
+        if (i == 0 && Head::MAPPED) load_V();  // with a block map, registers spill if V is loaded after Q
         TIMELINE(wait_empty);
         QPipeline::acquire(base, i);
         TIMELINE(load);
@@ -194,7 +200,8 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
 #include "bwd_consumer.cuh"
 #endif
 
-// Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
+// Computes dK and dV of the n_block again if one of their values is not finite (non_finite.cuh). Possible causes: a
+// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
 __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool non_finite) {
     const BwdParams& params = block.params;
     if (named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
@@ -270,8 +277,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 }
 
 // Writes the work tiles of a ragged batch, longest first (tile_scheduler.cuh), one per warp, and clears the tile
-// counter and the semaphores. Without this entry point each block of bwd_wgmma would search for its own work tile, 1
-// us. It is launched before bwd_preprocess and overlaps with it.
+// counter and the semaphores. Without this entry point each block of bwd_wgmma would search for its own work tile,
+// which takes 1 us. It is launched before bwd_preprocess and overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,
@@ -291,8 +298,8 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
 #endif
 }
 
-// dQ = scale * dQ_accum. Each warp converts what the consumer warps with the same index have added, in all blocks of
-// bwd_wgmma.
+// dQ = scale * dQ_accum. A block converts one dQ tile. Its 8 warps correspond to the 8 consumer warps of bwd_wgmma:
+// each converts the accumulators of the consumer warp with the same index, which all blocks of bwd_wgmma have added.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
@@ -311,7 +318,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const Range keys = Head(score, tile_rows.b, h).keys(tile_rows.row0, tile_rows.row0 + BLOCK_M);
     const unsigned* const dQ_semaphore =
         reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_AT + 2 * tile + consumer;
-    // No block has written this tile of dQ_accum: dQ is 0.
+    // Whether dQ is 0 because no key is visible to this tile: no block has written its accumulators. Without semaphores
+    // these were zeroed before the launch.
     const bool no_keys = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *dQ_semaphore == 0;
     const bool non_finite =
         DQ_COLS_2 < DQ_COLS && consumer == 1

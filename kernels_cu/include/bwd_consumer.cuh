@@ -1,7 +1,8 @@
 // The consumers and dQ-store warps of bwd_wgmma for HEAD_DIM <= 128 (BLOCK_N = 128), included by bwd_wgmma.cu.
 //
-// A consumer owns 64 keys. P^T and dS^T stay in registers. dS is also written to shared memory, for dQ of all 128 keys
-// in the next iteration: a consumer computes 64 rows of dQ, or, if BLOCK_M = 64, a part of its columns.
+// A consumer owns 64 keys. P^T and dS^T stay in registers. dS is also written to shared memory: in the next iteration
+// each consumer computes a part of dQ = dS K from the dS of all 128 keys, 64 rows of dQ if BLOCK_M = 128, a part of its
+// columns if BLOCK_M = 64.
 #pragma once
 
 // A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
@@ -31,20 +32,20 @@ __device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned w
 // A consumer warpgroup: dK and dV of 64 keys, and half of each tile of dQ. dQ of an m_block is computed in the next
 // iteration. The consumers alternate in computing P and dS (ping-pong).
 struct ConsumerWarpgroup {
-    // A consumer skips the first m_block if the mask hides it from all of its keys. Not with dropout, where this is
+    // Whether a consumer skips the first m_block if the mask hides all of its keys from it. With dropout this is
     // slower.
     static constexpr bool SKIPS_FIRST_TILE = Head::LAST && !DROPOUT;
 
     const BwdBlock& block;
     const SmemAddr base;
-    const unsigned warp, lane, consumer, own_turn, other_turn;  // turns: named barriers of the ping-pong
+    const unsigned warp, lane, consumer, own_turn, other_turn;  // turns: see scheduler_barrier
     const int key_offset;                                       // first key of the consumer within the tile
     const float exponent;                                       // of P = exp2(S * exponent - LSE * log2(e))
     float dK[D_PAD / 2], dV[D_PAD / 2];
     unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
     int head, m0;                                      // of the next m_block
-    unsigned i = 0;                                    // m_blocks so far
-    unsigned skipped_tiles = 0;  // 1 if the consumer skips the first m_block: dK and dV do not contain it
+    unsigned i = 0;                                    // number of m_blocks so far
+    unsigned skipped_tiles = 0;  // 1 if the consumer has skipped the first m_block: dK and dV do not contain it
 
     // `consumer` is opaque: otherwise the compiler folds `- 1` into every address and hoists addresses out of the
     // mainloop, where they take registers.
@@ -54,9 +55,9 @@ struct ConsumerWarpgroup {
           key_offset(64 * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
-    // Whether the lane arrives for its warp. Computed again: a predicate kept through the mainloop would spill.
+    // Whether the lane arrives for its warp. Computed on each call: a predicate kept through the mainloop would spill.
     __device__ __forceinline__ bool elected() const { return opaque(lane) == 0; }
-    // The consumer's 64 keys of a tile of dS or of the bias.
+    // Address of the consumer's 64 keys (one slab) in a tile of dS or of the bias.
     __device__ __forceinline__ SmemAddr own_keys(SmemAddr tile) const {
         return tile + consumer * SmemLayoutPdS::SLAB_BYTES;
     }
@@ -65,11 +66,11 @@ struct ConsumerWarpgroup {
     template <int COLUMNS>
     __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
         const SmemAddr tiles =
-            D_PAD > 96 ? uniform(base) : base;  // not uniform, the descriptors would stay in registers and spill
+            D_PAD > 96 ? uniform(base) : base;  // without `uniform` the descriptors would stay in registers and spill
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * 128),
                          SmemLayoutQ::k_major(tiles + queries_at));
     }
-    // The consumer's dQ: 64 rows, or, if BLOCK_M = 64, a part of the columns.
+    // The consumer's part of dQ: 64 rows if BLOCK_M = 128, a part of the columns if BLOCK_M = 64.
     __device__ __forceinline__ void mma_own_dQ(float (&dQ)[DQ_COLS / 2], unsigned dS_at) const {
         constexpr unsigned ROWS_64 = 64 * 128,
                            COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
@@ -77,25 +78,25 @@ struct ConsumerWarpgroup {
                SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * COLUMNS)));
     }
 
-    // Writes dQ of m_block i to shared memory, when the dQ-store warp has read the one before.
+    // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
     __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[DQ_COLS / 2], unsigned i) const {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
         stage_dQ(base + dQ_AT + consumer * 4 * DQ_PART, dQ);
     }
-    // Commits dQ, unless has_dQ is false, and dS: both have been written since the last commit. parity: of the m_block
-    // of dS.
+    // Arrives on the full barriers of dQ, if has_dQ, and of dS: the consumer has written both to shared memory since
+    // the last call. parity: index of the m_block of dS, modulo 2.
     __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity) const {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
         if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, parity));
     }
-    // Both consumers have written dS of m_block i, and read that of m_block i - 1.
+    // Waits until both consumers have written dS of m_block i, and have read dS of m_block i - 1.
     __device__ __forceinline__ void wait_dS(unsigned i) const {
         mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
     }
 
-    // P of S^T: score modification, mask, exponential. derivative: of the score modification.
+    // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
     __device__ __forceinline__ void softmax(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
                                             const Head& bound, const FragmentMask<BLOCK_M>& mask,
                                             const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {
@@ -106,11 +107,11 @@ struct ConsumerWarpgroup {
         if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
     }
 
-    // One m_block. FIRST: no earlier one is in dK and dV, and none has a dQ to compute.
+    // One m_block, and dQ of the previous one. FIRST: there is no previous one; dK and dV are overwritten.
     template <bool FIRST = false>
     __device__ __forceinline__ void bwd_step() {
         const bool accumulates =
-            SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : !FIRST;  // dK and dV contain an earlier m_block
+            SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : !FIRST;  // whether dK and dV contain an earlier m_block
         const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
                        dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
         const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES,
@@ -153,9 +154,9 @@ struct ConsumerWarpgroup {
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
         compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
-        // The other consumer's turn. At BLOCK_M = 128 it is faster to arrive here, at 64 below.
+        // The other consumer's turn. It is faster to arrive here if BLOCK_M = 128, and after the store of dS if 64.
         if (BLOCK_M == 128) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
-        if (!FIRST) wait_dS(i - 1);  // both consumers have read the dS that this one overwrites
+        if (!FIRST) wait_dS(i - 1);  // dS of i - 1 is complete; both have read that of i - 2, which is overwritten here
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
         if (BLOCK_M == 64) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
         if (!FIRST) mma_own_dQ(dQ, previous_dS_at);
@@ -175,8 +176,8 @@ struct ConsumerWarpgroup {
         ++i;
     }
 
-    // The first m_block. With a causal mask it may end above the diagonal of consumer 1's keys, hidden from all of
-    // them: consumer 1 then skips it, and the ping-pong barriers of this iteration.
+    // The first m_block. With a causal mask, all of its rows may be above the diagonal of consumer 1's keys. Consumer 1
+    // then skips it, and the ping-pong barriers of this iteration.
     __device__ __forceinline__ void first_step() {
         mbarrier_wait(FullK::at(base, 0), 0);
         if (consumer == 1) named_barrier_arrive(other_turn, BOTH_CONSUMERS);  // consumer 0 starts
@@ -187,6 +188,8 @@ struct ConsumerWarpgroup {
         warpgroup_fence_operand(dK);
         warpgroup_fence_operand(dV);
     }
+    // dS is 0: the other consumer needs it for dQ. The next bwd_step, or the epilogue, arrives for this dS; the next
+    // bwd_step releases Q.
     __device__ __forceinline__ void skip_step() {
         mbarrier_wait(FullV::at(base, 0), 0);
         QPipeline::wait(base, 0);
@@ -198,8 +201,8 @@ struct ConsumerWarpgroup {
         i = skipped_tiles = 1;
     }
 
-    // After the mainloop: dQ of the last m_block, and the stores of dV and dK. Returns whether a value of these is not
-    // finite.
+    // After the mainloop: computes dQ of the last m_block, and stores dV and dK. Returns whether a value of dV or dK is
+    // not finite.
     __device__ __forceinline__ bool epilogue() {
         TIMELINE(store);
         commit_dQ_dS(i > 1, (i - 1) % 2);
@@ -225,12 +228,12 @@ struct ConsumerWarpgroup {
         for (int k = 0; k < D_PAD / 2; ++k)
             if (SKIPS_FIRST_TILE && i == skipped_tiles) accum[k] = 0.0f;  // every m_block was skipped
     }
-    // Staged in V: the other consumer reads other rows of V.
+    // Staged in the consumer's own rows of V: the other consumer does not read them.
     __device__ __forceinline__ bool store_dV() const {
         return store_dKV<SmemLayoutK>(block, consumer, base + V_AT + key_offset * 128, block.params.dV_map, dV,
                                       Head::dropout_factor(block.params.score), key_offset, 0);
     }
-    // Staged in the stage that the next m_block would use: consumer 0 in Q, consumer 1 in dO.
+    // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO.
     __device__ __forceinline__ bool store_dK() const {
         const SmemAddr tile = base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
         return store_dKV<SmemLayoutQ>(block, consumer, tile, block.params.dK_map, dK, block.params.score.scale,

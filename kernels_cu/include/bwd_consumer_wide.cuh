@@ -1,18 +1,18 @@
 // The consumers of bwd_wgmma for HEAD_DIM > 128 (BLOCK_M = BLOCK_N = 64), included by bwd_wgmma.cu.
 //
 // Both consumers work on the same 64 keys. A consumer computes P^T and dS^T of half of the queries and stores both in
-// shared memory. It owns half of the columns of dK, dV and dQ, and adds dQ to dQ_accum itself. No ping-pong, no delay
-// of dQ: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
+// shared memory. It owns half of the columns of dK, dV and dQ, and adds dQ to dQ_accum itself. No ping-pong; dQ is
+// computed in the same iteration: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
 #pragma once
 
-// A dQ-store warp, only if DETERMINISTIC: orders the additions of one consumer.
+// A dQ-store warp, only if DETERMINISTIC: orders the additions of one consumer, but does not add itself.
 __device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
     const unsigned consumer = warp - 2;
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         TIMELINE(wait_dQ);
         counter_wait(block.dQ_semaphore(head, m0, consumer), block.semaphore_target(m0));
-        mbarrier_arrive(Barriers::EmptydQ::at(block.base, consumer));  // the consumer may add
-        mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
+        mbarrier_arrive(Barriers::EmptydQ::at(block.base, consumer));      // the consumer may add
+        mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);  // the consumer has added
         counter_arrive(block.dQ_semaphore(head, m0, consumer));
     });
     TIMELINE(done);
@@ -30,20 +30,20 @@ struct ConsumerWarpgroup {
     float dK[COLS / 2], dV[COLS / 2];
     unsigned P[M / 16][4], dS[M / 16][4];  // P^T and dS^T
     int head, m0;                          // of the next m_block
-    unsigned i = 0;                        // m_blocks so far
+    unsigned i = 0;                        // number of m_blocks so far
 
     explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
         : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(warp / 4 - 1),
           query_offset(M * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
-    // The consumer's queries of a tile of P or dS.
+    // Address of the consumer's queries in a tile of P or dS.
     __device__ __forceinline__ SmemAddr own_queries(SmemAddr tile) const { return tile + query_offset * 128; }
 
     // S^T or dP^T of the consumer's queries.
     template <int COLUMNS>
     __device__ __forceinline__ void mma_queries(float (&C)[M / 2], unsigned keys_at, unsigned queries_at) const {
-        const SmemAddr tiles = uniform(base);  // not uniform, the descriptors would stay in registers and spill
+        const SmemAddr tiles = uniform(base);  // without `uniform` the descriptors would stay in registers and spill
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at),
                          SmemLayoutQ::k_major(tiles + queries_at + query_offset * 128));
     }
@@ -64,12 +64,12 @@ struct ConsumerWarpgroup {
         mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at),
                SmemLayoutK::mn_major(base + K_AT + consumer * (COLS / 64 * SmemLayoutK::SLAB_BYTES)));
     }
-    // dQ_accum of the lane's first accumulator.
+    // Address in dQ_accum of the lane's first accumulator.
     __device__ __forceinline__ float* dQ_address() const {
         return block.dQ_tile(head, m0) + consumer * DQ_PART + warp % 4 * 128 + threadIdx.x % 32 * 4;
     }
 
-    // P of S^T: score modification, mask, exponential. derivative: of the score modification.
+    // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
     __device__ __forceinline__ void softmax(float (&S)[M / 2], unsigned (&derivative)[M / 16][4], const Head& bound,
                                             const FragmentMask<M>& mask, const float* stats) {
         const FragmentCoords coords(mask.first_query, block.m_blocks.n0());
@@ -87,7 +87,7 @@ struct ConsumerWarpgroup {
 
     // One m_block.
     __device__ __forceinline__ void bwd_step() {
-        const bool accumulates = i > 0;  // dK and dV contain an earlier m_block
+        const bool accumulates = i > 0;  // whether dK and dV contain an earlier m_block
         const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
                        dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
         const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES, P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
@@ -136,11 +136,12 @@ struct ConsumerWarpgroup {
         mma_columns(dK, dS_at, Q_at, accumulates);
 
         TIMELINE(dQ);
-        float* const address = DETERMINISTIC ? pin_address(dQ_address()) : nullptr;  // while the wgmmas run
+        // Computed while the wgmmas run.
+        float* const address = DETERMINISTIC ? pin_address(dQ_address()) : nullptr;
         const bool stores = DETERMINISTIC && block.semaphore_target(m0) == 0;
         if (DETERMINISTIC) {
             TIMELINE(wait_dQ);
-            mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2);
+            mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2);  // it is this work tile's turn
         }
         wgmma_wait<1>();  // dV and dQ
         release_stage<dOPipeline>(base, i, lane == 0);
@@ -156,7 +157,7 @@ struct ConsumerWarpgroup {
         block.m_blocks.advance(head, m0);
         ++i;
     }
-    // STORES: a compile-time flag, so that there is no branch in the loop.
+    // Adds dQ to dQ_accum, or stores it. STORES: a compile-time flag, so that there is no branch in the loop.
     template <bool STORES>
     static __device__ __forceinline__ void add_or_store(float* to, const float (&dQ)[COLS / 2]) {
 #pragma unroll
@@ -167,7 +168,7 @@ struct ConsumerWarpgroup {
         }
     }
 
-    // After the mainloop: stores dV and dK. Returns whether a value of these is not finite.
+    // After the mainloop: stores dV and dK. Returns whether a value of dV or dK is not finite.
     __device__ __forceinline__ bool epilogue() {
         TIMELINE(store);
         warpgroup_fence_operand(dV);  // the last iteration has waited for it
@@ -183,7 +184,7 @@ struct ConsumerWarpgroup {
                                       block.params.dV_map, dV, Head::dropout_factor(block.params.score), 0,
                                       consumer * 2);
     }
-    // Staged in the stage of Q that the next m_block would use.
+    // Staged where Q of the next m_block would be loaded.
     __device__ __forceinline__ bool store_dK() const {
         const unsigned tile = Q_AT + consumer * 2 * SmemLayoutQ::SLAB_BYTES + stage_of(i) * SmemLayoutQ::BYTES;
         return store_dKV<SmemLayoutQ>(block, consumer, base + tile, block.params.dK_map, dK, block.params.score.scale,

@@ -24,8 +24,9 @@ __device__ __forceinline__ void zero(float (&accum)[R]) {
     for (int k = 0; k < R; ++k) accum[k] = 0.0f;
 }
 
-// Stores a consumer's dK or dV: 64 keys from key_offset of the n_block on, columns from slab first_slab on. `tile` is
-// free shared memory for staging. Returns whether a value is not finite. Block: see BwdBlock.
+// Stores a consumer's dK or dV: 64 keys from key key_offset of the n_block on, columns from 64 * first_slab on (slabs:
+// swizzle.cuh). `tile`: shared memory for staging, which nothing else uses. Returns whether a value is not finite.
+// Block: see BwdBlock.
 template <class SmemLayout, class Block, int R>
 __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer, SmemAddr tile, const TensorMap& map,
                                           const float (&accum)[R], float factor, int key_offset, int first_slab) {

@@ -15,7 +15,8 @@ struct FragmentCoords {
     __device__ __forceinline__ ScoreIndex at(int k) const { return {row, key, k / 4 * 8 + k % 2, k / 2 % 2 * 8}; }
 };
 
-// Dropout of a fragment: one bit per element of P. The bits of the two elements of a register are 16 bits apart.
+// Dropout's keep mask of a fragment: one bit per element of P. The bits of the two elements of a register are 16 bits
+// apart.
 template <int M>
 struct KeepBits {
     unsigned bits[(M + 63) / 64] = {};
@@ -35,7 +36,7 @@ struct KeepBits {
             }
         }
     }
-    // Register k of step `step`: bits 0 and 16.
+    // The bits of register k of step `step`, in bits 0 and 16 of the result.
     __device__ __forceinline__ unsigned pair(int step, int k) const {
         return bits[step / 4] >> (step % 4 * 4 + k) & 0x10001u;
     }
@@ -50,9 +51,10 @@ __device__ __forceinline__ void drop_P(unsigned (&P_dropped)[STEPS][4], const un
         P_dropped[k / 4][k % 4] = DROPOUT ? P[k / 4][k % 4] & keep.pair(k / 4, k % 4) * 0xffffu : P[k / 4][k % 4];
 }
 
-constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // mask loads in flight; with more, registers spill
+constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // elements whose mask is loaded at the same time: more would spill
 
-// Calls mask_element(k) for those of the lane's N elements of S^T that causality, window or sequence lengths hide.
+// Calls mask_element(k) for those of the lane's N elements of S^T that a causal mask, a window or the sequence lengths
+// hide.
 template <int N, class MaskElement>
 __device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCoords& coords,
                                               const MaskElement& mask_element) {
@@ -79,9 +81,9 @@ __device__ __forceinline__ void hide(unsigned (&P)[STEPS][4], int k) {
 template <int M>
 struct FragmentMask {
     static_assert(M <= 64 || !Head::ELEMENT_MASK, "the mask has 32 bits per lane, one per element");
-    const Head &head, &head0;  // of the query head, and the group's first, whose lengths are in registers
+    const Head &head, &head0;  // of this query head; of the group's first one, whose lengths are in registers
     const int first_query, first_key, warp_key;  // warp_key: first key of the warp's 16
-    const bool elementwise;                      // otherwise the elementwise mask hides nothing
+    const bool elementwise;                      // whether the elementwise mask may hide an element
     unsigned visible_bits = 0;
 
     __device__ __forceinline__ void load() {
@@ -98,22 +100,23 @@ struct FragmentMask {
             }
         }
     }
-    // A lane loads one or two query rows: the bits of the warp's 16 keys.
+    // Each lane loads the bits of the warp's 16 keys for one query row, or two if M = 64, and shuffles distribute them.
     __device__ __forceinline__ void load_pairs() {
         const unsigned lane = thread_index_x() % 32;
         unsigned rows[2][1] = {};
 #pragma unroll
         for (int i = 0; i < M / 32; ++i) head.pair_bits<16>(rows[i], first_query + 32 * i + lane, warp_key);
+        // k = 0, 1, 4, 5, 8 ...: row k / 4 * 8 + k % 2, and the row 32 after it.
 #pragma unroll
-        for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {  // k = 0, 1, 4, 5, 8 ...: rows k / 4 * 8 + k % 2 and 32 more
+        for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {
             const unsigned from = k / 4 * 8 + k % 2 + lane % 4 * 2;
             const unsigned bits = __shfl_sync(0xffffffffu, rows[0][0] | rows[1][0] << 16, from) >> lane / 4;
             visible_bits |= (bits & 1) << k | (bits >> 8 & 1) << (k + 2) | (bits >> 16 & 1) << (k + 16) |
                             (bits >> 24 & 1) << (k + 18);
         }
     }
-    // Calls mask_element(k) for all hidden elements. The consumer's keys begin key_offset after the first key of
-    // m_blocks, which is read again, if it is not in a register.
+    // Calls mask_element(k) for all hidden elements. The consumer's first key is m_blocks.n0() + key_offset: calling
+    // n0() again saves a register.
     template <class MBlocks, class MaskElement>
     __device__ __forceinline__ void apply(const MBlocks& m_blocks, int key_offset, const FragmentCoords& coords,
                                           const MaskElement& mask_element) const {
@@ -124,14 +127,14 @@ struct FragmentMask {
         }
         const Range unmasked =
             head0.template fully_visible_queries<true>(m_blocks.n0() + key_offset, m_blocks.n0() + key_offset + 64);
-        // Rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
+        // Query rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
         if ((first_query < unmasked.begin) | (first_query + M > unmasked.end))
             mask_fragment<M / 2>(head0, coords, mask_element);
     }
 };
 
-// Loads the bias of a warp's 16 keys in the layout of P^T from shared memory, which has a row per query: the inverse of
-// store_transposed.
+// Loads the bias of a warp's 16 keys from shared memory, where it has one row per query, to the layout of P^T: the
+// inverse of store_transposed.
 template <int STEPS>
 __device__ __forceinline__ void load_bias_fragment(unsigned (&bias)[STEPS][4], SmemAddr rows, unsigned chunk) {
     const unsigned lane = thread_index_x() % 32;
@@ -141,7 +144,8 @@ __device__ __forceinline__ void load_bias_fragment(unsigned (&bias)[STEPS][4], S
                           rows + SmemLayoutPdS::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
 }
 
-// Softcap, ALiBi, bias and the user's expression: S = f(S), and its derivative, packed. bias: loaded by TMA, if BIAS.
+// Softcap, ALiBi, bias and the user's expression: S = f(S); derivative: f'(S), packed. packed_bias: read only if BIAS.
+// f is apply_score_mod in score_mod.cuh.
 template <int STEPS>
 __device__ __forceinline__ void apply_score_mod(float (&S)[8 * STEPS], unsigned (&derivative)[STEPS][4],
                                                 const Head& head, const FragmentCoords& coords,

@@ -2,8 +2,9 @@
 #pragma once
 #include "bwd_tiles.cuh"
 
-// Load rows m0 .. of Q or dO of query head h, and rows n0 .. of K or V. A dimension with stride 0 (broadcast) has size
-// 1 in the tensor map: its coordinate is 0. `more`: bytes of further loads on the same barrier.
+// load_query_tile loads Q or dO of query head h, from row m0 on; load_key_tile loads K or V, from row n0 on. A
+// dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0. `more`: bytes that further
+// loads write with the same mbarrier.
 __device__ __forceinline__ void load_query_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
                                                 const Head& head, int b, int h, int m0, SmemAddr full,
                                                 unsigned more = 0) {
@@ -16,16 +17,17 @@ __device__ __forceinline__ void load_key_tile(SmemAddr tile, const TensorMap& ma
                       head.key_batch(tensor.stride_b ? b : 0), full);
 }
 
-// By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory, every 16th row per
-// lane. `rows`: valid rows from the lane's first row on. A large LSE becomes NaN, so that non_finite.cuh computes the
-// gradients of its row.
+// By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory. A lane copies every
+// 16th row; `from`, `to` and `rows` (the number of valid rows) start at its first one. A large LSE becomes NaN, so that
+// non_finite.cuh computes the gradients of its row.
 __device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE) {
     float x[BLOCK_M / 16];  // all loads are issued before the first store
 #pragma unroll
     for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
 #pragma unroll
     for (int t = 0; t < BLOCK_M; t += 16)
-        to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;  // no visible key: P is 0
+        // -INF, a row without a visible key, keeps its sign: P is 0.
+        to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;
     bool large = false;
 #pragma unroll
     for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
@@ -37,7 +39,7 @@ __device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, 
 }
 
 // By a warp: loads LSE and delta of the i-th m_block to stats[STAGES][2][BLOCK_M], and arrives on the full barrier of
-// Q. m0: its first row; head: its query head within the group, whose first one is first_head.
+// Q. m0: first row of the m_block; head: query head within the group; first_head: first query head of the group.
 template <class QPipeline>
 __device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, SmemAddr base, float* stats,
                                                    const Head& head0, int H, int first_head, unsigned i, int head,

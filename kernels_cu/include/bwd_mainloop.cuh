@@ -4,8 +4,8 @@
 #include "bwd_fragment.cuh"
 #include "bwd_tiles.cuh"
 
-// S^T = K Q^T or dP^T = V dO^T: 64 keys times 2 * R queries, both K-major. COLUMNS: columns of both operands that
-// contain data.
+// S^T = K Q^T or dP^T = V dO^T of 64 keys and 2 * R queries (R accumulators per lane); both operands are K-major.
+// COLUMNS: columns of both operands that contain data.
 template <int COLUMNS, int R>
 __device__ __forceinline__ void mma_SdP(float (&C)[R], Descriptor A, Descriptor B) {
     wgmma_fence();
@@ -15,7 +15,7 @@ __device__ __forceinline__ void mma_SdP(float (&C)[R], Descriptor A, Descriptor 
     wgmma_commit();
 }
 
-// dV += P^T dO or dK += dS^T Q: 64 keys, all queries of the tile; P^T or dS^T in registers.
+// dV += P^T dO or dK += dS^T Q: 64 keys, all queries of the tile. A, P^T or dS^T, is in registers.
 template <int R>
 __device__ __forceinline__ void mma_dKV(float (&C)[R], const unsigned (&A)[BLOCK_M / 16][4], SmemAddr queries,
                                         bool accumulate = true) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsig
     }
 }
 
-// The same with dropout and the derivative of the score modification.
+// dS = P (dP - delta) * derivative, with dropout of dP. derivative: that of the score modification.
 template <int STEPS>
 __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsigned (&P)[STEPS][4],
                                            const float (&dP)[8 * STEPS], const float* delta, const Head& head,
@@ -80,7 +80,7 @@ __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsig
     }
 }
 
-// Writes a consumer's accumulators of dQ to `part` of shared memory, in the order of dQ_accum.
+// Writes a consumer's accumulators of dQ to `part`, its part of the dQ tile in shared memory, in the order of dQ_accum.
 template <int R>
 __device__ __forceinline__ void stage_dQ(SmemAddr part, const float (&dQ)[R]) {
     const SmemAddr to = part + thread_index_x() % 128 * 16;
@@ -88,10 +88,10 @@ __device__ __forceinline__ void stage_dQ(SmemAddr part, const float (&dQ)[R]) {
     for (int k = 0; k < R; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
 }
 
-// Lane 0 arrives for its warp: the stage of tile i may be overwritten. All lanes' reads precede the producer's next
-// write: __syncwarp orders them before the arrival (a release), which the producer's wait acquires, and PTX's causality
-// order is transitive. racecheck (CUDA 13.0) considers only the arriving thread and reports false hazards; the race
-// detector of the CPU backend models __syncwarp (tests/verify/test_sanitize.py).
+// One lane (`arrives`) arrives for its warp: the stage of tile i may be overwritten. All lanes' reads precede the
+// producer's next write: __syncwarp orders them before the arrival (a release), which the producer's wait acquires, and
+// PTX's causality order is transitive. racecheck (CUDA 13.0) considers only the arriving thread and reports false
+// hazards; the race detector of the CPU backend models __syncwarp (tests/verify/test_sanitize.py).
 template <class StagePipeline>
 __device__ __forceinline__ void release_stage(SmemAddr base, unsigned i, bool arrives) {
     __syncwarp();  // all lanes have read LSE and delta

@@ -2,8 +2,8 @@
 #pragma once
 #include "score_mod.cuh"
 
-// Writes columns col .. col + 8 of rows row0 and row0 + 8 of dQ, scaled; accum[0] and accum[1] are these rows
-// (load_fragment_rows). `zero` stays 0 if all of them are finite, and becomes NaN otherwise.
+// Writes columns col .. col + 7 of rows row0 and row0 + 8 of dQ, scaled; accum[0] and accum[1] are these rows
+// (load_fragment_rows). `zero` stays 0 if all values are finite, and becomes NaN otherwise.
 __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
                                               int col, const float (&accum)[2][8], float scale, float& zero) {
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seqle
     }
 }
 
-// One warp writes columns col0 .. col0 + COLUMNS of query rows row0 .. row0 + ROWS of dQ, scaled, or zeros if no_keys.
+// By a warp: writes COLUMNS columns from col0 on of ROWS query rows from row0 on of dQ, scaled, or zeros if no_keys.
 // `from` consists of fragments of 16 rows x 8 columns in the order of add_fragment, CHUNK_STRIDE floats apart: first
 // all columns of 16 rows, then the next 16 rows. Returns whether a value is NaN or inf; a masked key or a large LSE may
 // be the cause (non_finite.cuh).

@@ -21,7 +21,7 @@ struct BwdParams {
         &V,                     // (B, Hk, Sk, HEAD_DIM_V)
         &dO;                    // (B, H, Sq, HEAD_DIM_V)
     const float *LSE, *delta;   // (B, H, Sq), contiguous
-    float* dQ_accum;       // accumulators of dQ, in an order of each kernel's own; semaphores or a counter before them
+    float* dQ_accum;       // semaphores or a counter, then the accumulators of dQ; the layout depends on the kernel
     const View<dtype>&dK,  // (B, Hk, Sk, HEAD_DIM)
         &dV;               // (B, Hk, Sk, HEAD_DIM_V)
     const TensorMap &Q_tile_map, &dO_tile_map;  // boxes of BLOCK_M rows
@@ -31,15 +31,16 @@ struct BwdParams {
     const Score& score;
 };
 
-// The mbarriers of the mainloop, from byte AT of shared memory on. The arrays have one barrier per consumer.
+// The mbarriers of the mainloop, from byte AT of shared memory on. FulldQ and EmptydQ have one barrier per consumer;
+// bwd_consumer_wide.cuh uses them only if DETERMINISTIC, to order additions to dQ_accum.
 template <unsigned AT>
 struct BwdBarriers {
     using QPipeline = Pipeline<AT>;  // full: Q (and the bias) by TMA; LSE and delta
     using dOPipeline = Pipeline<QPipeline::END>;
     using FulldQ = BarrierArray<dOPipeline::END, 2>;  // a consumer has staged its dQ for the dQ-store warp
     using EmptydQ = BarrierArray<FulldQ::END, 2>;     // the dQ-store warp has read it
-    // Both consumers have written dS of a tile, and read dS of the tile before. Tiles alternate between the two
-    // barriers.
+    // Both consumers have written dS of a tile, and have read dS of the tile before. One barrier for even tiles, one
+    // for odd ones.
     using FulldS = BarrierArray<EmptydQ::END, 2>;
     static constexpr unsigned END = FulldS::END;
 
@@ -51,6 +52,7 @@ struct BwdBarriers {
             mbarrier_init(dOPipeline::empty(base, stage), 8);
         }
     }
+    // Initialises barrier i (0 or 1) of each array of two.
     static __device__ __forceinline__ void init_pair(SmemAddr base, unsigned i) {
         mbarrier_init(FulldQ::at(base, i), 4);   // one lane per warp of the consumer
         mbarrier_init(EmptydQ::at(base, i), 1);  // the dQ-store warp
@@ -60,9 +62,8 @@ struct BwdBarriers {
 
 // The named barriers; 0 is __syncthreads. `consumer` is 0 or 1.
 constexpr unsigned CONSUMERS_BARRIER = 1;  // all threads of both consumers
-__device__ __forceinline__ unsigned consumer_barrier(unsigned consumer) {
-    return 2 + consumer;
-}  // threads of a consumer
-// Ping-pong: a consumer waits on its own before it computes P and dS, and arrives on the other's when it has.
+// Threads of one consumer.
+__device__ __forceinline__ unsigned consumer_barrier(unsigned consumer) { return 2 + consumer; }
+// Ping-pong: a consumer waits on its own barrier before it computes P and dS, and then arrives on the other's.
 __device__ __forceinline__ unsigned scheduler_barrier(unsigned consumer) { return 4 + consumer; }
 constexpr unsigned CONSUMER_THREADS = 128, BOTH_CONSUMERS = 256;  // threads that sync with or arrive at a named barrier

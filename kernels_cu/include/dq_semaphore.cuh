@@ -1,15 +1,16 @@
-// The backward's work tiles (an n_block of a key/value head), and the semaphores that order the blocks which add to a
-// dQ tile.
+// The backward's work tiles (a work tile is one n_block of a key/value head), and the semaphores that order the blocks
+// which add to a dQ tile.
 #pragma once
 #include <hopper.cuh>
 #include "tile_scheduler.cuh"
 #include "score_mod.cuh"
 
-// Layout of dQ_accum: the tile counter; from SEMAPHORES_AT on two semaphores per query tile, one per consumer, each of
-// which counts the work tiles that have added to the consumer's half; the accumulators. These start at a multiple of
-// ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if consumers add to dQ_accum themselves (HEAD_DIM > 128), the 512
-// bytes that a warp adds at a time. DETERMINISTIC: blocks add to a query tile in the order of their work tiles. The
-// first one stores, so that only the tile counter and the semaphores have to be zeroed.
+// Layout of dQ_accum: the tile counter (see draw_ticket); from SEMAPHORES_AT on two semaphores per query tile, one per
+// consumer; the accumulators. These start at a multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if
+// consumers add to dQ_accum themselves (HEAD_DIM > 128), the 512 bytes that a warp adds at a time.
+// DETERMINISTIC: a semaphore counts the work tiles that have added to the consumer's half of the query tile. Blocks add
+// to a query tile in the order of their work tiles. The first one stores, so that only the tile counter and the
+// semaphores have to be zeroed.
 constexpr long long SEMAPHORES_AT = 4, ACCUM_ALIGNMENT = HEAD_DIM > 128 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
 constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));
@@ -23,8 +24,8 @@ __device__ __forceinline__ long long accumulators_at(long long query_tiles) {
 // for this. The first block never waits, so there is no deadlock.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
-// Whether a block reads the semaphore already before its dQ is ready. Not with a window or a block map, where few work
-// tiles add to a query tile: 0.5% slower, or spills.
+// Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a
+// query tile, and this is 0.5% slower, or spills.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::FIRST && !Head::MAPPED;
 
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as
@@ -32,19 +33,24 @@ constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::FIRST && !Head::MA
 // = 128, where iterations are longer.
 constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && HEAD_DIM <= 128 && BLOCK_M == 64;
 
-// The work tile of a block.
+// The work tile of a block. The order of work tiles:
+//
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (tile_scheduler.cuh).
-// L2_HEAD_GROUPS (causal, or DETERMINISTIC): the grid is (heads of a group, n_blocks, groups), so that the same n_block
-// of all heads of a group starts together. Causal: the first n_blocks of a head have the most m_blocks and start first;
-// the short work tiles at the end of a group balance the load. Without groups, one head after the other, the longest
-// work tiles of the last head would start when other blocks already exit. DETERMINISTIC: blocks take work tiles in the
-// order in which they draw tickets from the tile counter, not by blockIdx, so that a block waits only for work tiles
-// that have started. ALTERNATING (DETERMINISTIC, causal): groups alternate between two orders. One starts with the last
-// n_blocks, whose work tiles are the shortest, and each visits its m_blocks in ascending order from its own diagonal
-// on: blocks that start together add to different query tiles. The other starts with the first n_blocks, and m_blocks
-// are `descending`; the last group has this order. In both, consecutive work tiles have similar lengths, also from one
-// group to the next, and a work tile reaches a query tile after the work tiles that precede it in the semaphore's
-// order.
+//
+// L2_HEAD_GROUPS (causal, or DETERMINISTIC; here `group` is an L2 head group): the grid is (heads of a group, n_blocks,
+// groups), so that the same n_block of all heads of a group starts together. Causal: the first n_blocks of a head have
+// the most m_blocks and start first; the short work tiles at the end of a group balance the load. Without groups the
+// heads would start one after the other, and the longest work tiles of the last head when other blocks already exit.
+//
+// DETERMINISTIC: blocks take work tiles in the order in which they draw tickets from the tile counter, not by blockIdx,
+// so that a block waits only for work tiles that have started.
+//
+// ALTERNATING (DETERMINISTIC, causal): groups alternate between two orders. In one, the last n_blocks start first.
+// Their work tiles are the shortest. A work tile visits its m_blocks in ascending order from the diagonal on, so that
+// blocks that start together add to different query tiles. In the other order, the first n_blocks start first, and
+// m_blocks are visited in descending order (`descending`); the last group has this order. In both, consecutive work
+// tiles have similar lengths, also from one group to the next, and a work tile reaches a query tile after the work
+// tiles that precede it in the semaphore's order.
 constexpr bool L2_HEAD_GROUPS = (Head::LAST || DETERMINISTIC) && !RAGGED;
 constexpr bool ALTERNATING =
     DETERMINISTIC && Head::LAST && !Head::FIRST;  // with a window: the last n_block first in every group
@@ -102,8 +108,8 @@ __device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned
     return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, Hk, B);
 #endif
 }
-// Prefetches the work tile of the next block on this SM, which is usually one of these 128: four per lane, a line of
-// L1.
+// Prefetches the work tile of the next block on this SM: usually one of the 128 that are 64 .. 191 after this one. Each
+// lane prefetches four, a 128-byte line.
 __device__ __forceinline__ void prefetch_next_work_tile(const int* work_tiles) {
     const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
     prefetch_L1(work_tiles + 8 * min(next, gridDim.x * gridDim.y - 1));
@@ -114,7 +120,7 @@ __device__ __forceinline__ void prefetch_next_work_tile(const int* work_tiles) {
 template <class Block>
 struct dQOrder {
     const Block& block;
-    bool semaphore_reached = false;  // of the next tile
+    bool semaphore_reached = false;  // whether the next tile's semaphore has reached its target: SEMAPHORE_PREFETCH
     bool already_stored, first;      // whether another block has stored already; whether this block stores
 
     // While the consumer computes dQ.
@@ -124,7 +130,7 @@ struct dQOrder {
         // Usually another block has stored already; reading the counter early hides its latency.
         already_stored = SEMAPHORE_EARLY && counter_reached(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
     }
-    // When dQ is ready. Returns whether to store rather than to add.
+    // When dQ is ready. Returns true if the block has to store dQ, false if it has to add dQ.
     __device__ __forceinline__ bool ready(int head, int m0, unsigned consumer) {
         first = DETERMINISTIC && block.semaphore_target(m0) == 0;
         // The counter is incremented only when dQ is ready, so that the first block never waits.
@@ -142,7 +148,7 @@ struct dQOrder {
         if (SEMAPHORE_PREFETCH) {
             int next_head = head, next_m0 = block.m_blocks.next(m0);
             block.m_blocks.seek(next_head, next_m0);
-            if (next_head == block.group) next_head = head, next_m0 = m0;
+            if (next_head == block.group) next_head = head, next_m0 = m0;  // after the last tile: a valid address
             const unsigned semaphore_value = counter_load(block.dQ_semaphore(next_head, next_m0, consumer));
             tma_store_wait();
             counter_arrive_acquire(block.dQ_semaphore(head, m0, consumer));

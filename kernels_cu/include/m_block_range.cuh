@@ -34,18 +34,22 @@ struct GroupBlockMap {
 };
 
 // Iterates over the m_blocks of each of `group` heads. `m0` is the first row of an m_block: begin(), begin() + BLOCK_M
-// ... before end(), without those that the block map excludes. N0_IN_REGISTER: n0, the first key of the n_block, is
-// kept in a register. ROTATED: start at row n0 and wrap around. KEY_TILE_IN_GRID_Y: the index of the n_block is
-// blockIdx.y, not blockIdx.x. MAY_DESCEND: some work tiles are `descending`.
+// ... before end(), without those that the block map excludes. first, next, past_last and seek define the order.
+//
+//   N0_IN_REGISTER        n0, the first key of the n_block, is kept in a register
+//   ROTATED               starts at row n0 and wraps around
+//   KEY_TILE_IN_GRID_Y    the index of the n_block is blockIdx.y, not blockIdx.x
+//   MAY_DESCEND           some work tiles are `descending`
 template <bool N0_IN_REGISTER, bool ROTATED, bool KEY_TILE_IN_GRID_Y, bool MAY_DESCEND = false>
 struct MBlockRange {
     const Head& head0;  // the group's first head; the ranges are the same for all heads
     const GroupBlockMap& map;
     const int group, n0_register;
-    // In each head from the last m_block to the first. Requires MAY_DESCEND; not with ROTATED or a block map.
+    // Visits the m_blocks of each head from the last to the first. Requires MAY_DESCEND; not with ROTATED or a block
+    // map.
     const bool descending = false;
 
-    // Without N0_IN_REGISTER recomputed on each call, which leaves a register to the accumulators.
+    // First key of the n_block. Without N0_IN_REGISTER it is recomputed on each call, which saves a register.
     __device__ __forceinline__ int n0() const {
         return N0_IN_REGISTER ? n0_register
                               : static_cast<int>(KEY_TILE_IN_GRID_Y ? block_index_y() : block_index_x()) * BLOCK_N;
@@ -76,6 +80,7 @@ struct MBlockRange {
     // Moves to the first m_block from m0 of `head` on, in iteration order; head = group if there is none.
     __device__ __forceinline__ void seek(int& head, int& m0) const {
         if (!Head::MAPPED) {
+            // At the end of a head: go to the next head or, if ROTATED, wrap around. A rotated head ends at first().
             if (MAY_DESCEND ? m0 == past_last() : m0 >= end()) head += !ROTATED, m0 = ROTATED ? begin() : first();
             if (ROTATED && m0 == first()) ++head;
             return;
