@@ -1,7 +1,8 @@
 // Rung 4: persistent, warp-specialised attention forward on Hopper: warpgroup MMA (wgmma), fed by TMA.
 //
-// A work tile is BLOCK_M query rows of one head. Warp 0 loads K and V, warp 1 loads Q, and warp 2 runs the tile
-// scheduler. Each consumer warpgroup computes 64 query rows.
+// A work tile is BLOCK_M query rows of one head. In the producer warpgroup, warp 0 loads K and V, warp 1 loads Q, and
+// warp 2 runs the tile scheduler. Each consumer warpgroup computes 64 query rows. BLOCK_M, BLOCK_N (keys of a tile) and
+// STAGES are macros, which fwd_wgmma.py defines together with the size of shared memory.
 //
 // clang-format off
 //   producer      K0  K1 V0  K2 V1  K3 V2 ...  next work tile ...    STAGES stages of K and of V, each with a full and
@@ -11,21 +12,24 @@
 //   consumer 2                      | QK1 PV0 | softmax1
 //                 ping-pong: while one consumer uses the tensor cores, the others compute exponentials
 //
-//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | O [BLOCK_M / 64], all or half of it | mbarriers
+//   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | bias [STAGES] | O [BLOCK_M / 64] | mbarriers, lists
+//                  bias: only with BIAS_TILES; O: all or half of it, or in Q's buffer (epilogue.cuh)
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
-// Warp specialisation and ping-pong are those of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). One wait covers
-// Q K^T of a key tile and P V of the previous one.
+// Warp specialisation and ping-pong are those of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+// Q K^T of a key tile and P V of the previous one are issued together; softmax of the tile starts when both are
+// complete.
 //
-// A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes these rows.
-// In a ragged batch, rows of a TMA box beyond the end of the sequence are out of bounds, so no row of the next sequence
-// is read or written. Names that end in _AT are offsets in shared memory, in bytes.
+// A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes and stores
+// them. In a ragged batch, rows of a TMA box beyond the end of the sequence are out of bounds, so no row of the next
+// sequence is read or written. Names that end in _AT are offsets in shared memory, in bytes.
 //
 // Building blocks: pipeline.cuh (stages), tile_scheduler.cuh (order of work tiles), n_block_range.cuh (order of key
-// tiles), ping_pong.cuh, softmax.cuh (deferred rescaling), mask_wgmma.cuh, bias_tiles.cuh, block_sparse.cuh,
-// epilogue.cuh. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
-#define FALLBACK_INLINE __forceinline__
+// tiles), ping_pong.cuh, score_mod.cuh (scores), mask.cuh (which keys a row sees), mask_wgmma.cuh (applies the mask to
+// S), softmax.cuh (deferred rescaling), bias_tiles.cuh, block_sparse.cuh, epilogue.cuh. Measurements:
+// experiments/008_hopper, 014_scores, 016_ragged.
+#define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
 #include "bias_tiles.cuh"
 #include "block_sparse.cuh"
 #include "epilogue.cuh"
@@ -41,16 +45,17 @@
 
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-// The scheduler warp needs more registers to read a block map; three consumers leave none for it.
+// The scheduler warp needs more registers to read a block map; three or four consumers leave none for it.
 constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;
 constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
-static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "64 rows for each consumer warpgroup");
+static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "BLOCK_N is a multiple of 16 (wgmma steps), at most 256");
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "TMA requires rows of a multiple of 16 bytes");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0,
+              "head dimensions are multiples of 8: TMA needs rows of a multiple of 16 bytes");
 
 // ---- shared memory: the tiles, then the mbarriers
 
@@ -71,7 +76,7 @@ using VPipeline = TilePipeline<Values, V_AT, KPipeline::END>;
 using FullQ = BarrierArray<VPipeline::END, CONSUMERS>;
 using EmptyQ = BarrierArray<FullQ::END, CONSUMERS>;
 using Scheduler = SchedulerPipeline<EmptyQ::END>;
-using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // with a block map
+using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a block map
 constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
@@ -110,7 +115,7 @@ __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
     TileLists lists(smem + TILE_LISTS_AT);
     Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
-    while (scheduler.next(!SCHEDULE_LATE)) {
+    while (scheduler.next(/*release_now=*/!SCHEDULE_LATE)) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
         const int h = work_tile.h() / args.group, b = work_tile.b;
         const SeqlenInfo sequence = work_tile.sequence(args.score);
@@ -160,18 +165,18 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
     }
 }
 
-// The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each.
+// The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each. publish_all
+// chooses the order of the work tiles.
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
     Scheduler::SchedulerProducer producer{smem};
     TileLists lists(smem + TILE_LISTS_AT);
-    producer.publish_all<STAGGERED && CAUSAL>(args.score, args.heads, args.H, args.group, args.tile_counter,
-                                              [&](const WorkTile& tile) {
-                                                  if (!Head::MAPPED) return;
-                                                  const WorkTileRange work_tile(tile, args.score);
-                                                  const Head head(work_tile.sequence(args.score), work_tile.h());
-                                                  if (work_tile.tiles > 0)
-                                                      lists.write(head, work_tile.row0, work_tile.range);
-                                              });
+    producer.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
+        args.score, args.heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
+            if (!Head::MAPPED) return;
+            const WorkTileRange work_tile(tile, args.score);
+            const Head head(work_tile.sequence(args.score), work_tile.h());
+            if (work_tile.tiles > 0) lists.write(head, work_tile.row0, work_tile.range);
+        });
 }
 
 // ---- consumer warpgroups
@@ -202,7 +207,8 @@ struct ConsumerWarpgroup : ConsumerTiles {
     ConsumerState& state;
     const Arguments& args;
     const SmemAddr base;
-    const unsigned pipe_index, phase;  // of the first key tile in the pipelines; of Q's barriers
+    const unsigned pipe_index;  // index in the pipelines of the work tile's first key tile
+    const unsigned phase;       // of Q's barriers
     const WarpSchedulerBarrier turn;
     const int turns_end;  // consumers take turns for the key tiles before this one
     const VisibleKeys visible_keys;
@@ -260,7 +266,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
     __device__ __forceinline__ void first_tile(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
         TIMELINE(wait_K);
         wait_K(first_own);
-        // Ping-pong starts with the second key tile of the work tile.
+        // Nobody takes a turn for key tile 0. STAGGERED: nor for a consumer's first tile.
         const bool ping_pong = !STAGGERED && first_own > 0 && first_own < turns_end;
         if (ping_pong) turn.wait();
         mma_QK(S, first_own);
@@ -291,6 +297,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
     // LSE and 1 / l, and the next work tile.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&inverse_l)[2]) {
         finalize_rows(softmax, head, args.LSE, WorkTile::head, first_row + state.g, state.q, inverse_l);
+        // SCHEDULE_LATE with tiles to skip: skip_last_tiles calls next().
         if (!SCHEDULE_LATE || last + 1 >= visited_tiles()) state.more = state.scheduler.next();
     }
 
@@ -369,7 +376,8 @@ struct ConsumerWarpgroup : ConsumerTiles {
         // Otherwise O overwrites Q: all four warps have read it.
         if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);
         __syncwarp();
-        // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed. Rare.
+        // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed, and stored without
+        // OBuffer::store. Rare.
         if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
             attend_non_finite<16, 1>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
                                      first_row, 0);
@@ -423,7 +431,8 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
 #pragma unroll
             for (int i = 0; i < DV_PAD / 2; ++i) softmax.O[i] = 0.0f;
         }
-        if (warpgroup.last <= warpgroup.first_own) warpgroup.release_Q();
+        if (warpgroup.last <= warpgroup.first_own)
+            warpgroup.release_Q();  // the mainloop releases it after two tiles or more
         warpgroup.skip_last_tiles();
         warpgroup.epilogue(softmax, inverse_l);
     }

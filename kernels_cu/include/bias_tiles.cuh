@@ -1,11 +1,11 @@
 // Tiles of the bias, loaded by TMA with the key tiles: for each stage and each consumer, 64 query rows x BLOCK_N keys.
-// Only a bias of Q's dtype whose strides TMA supports; the others are read from global memory (score_mod.cuh).
+// Used for a bias of Q's dtype whose strides TMA supports; any other bias is read from global memory (score_mod.cuh).
 #pragma once
 #include "pipeline.cuh"
 #include "score_mod.cuh"
 #include "swizzle.cuh"
 
-constexpr bool BIAS_TILES = BIAS & 8;
+constexpr bool BIAS_TILES = BIAS & 8;  // bits of BIAS: score_mod.cuh
 
 // STAGES stages at byte AT of shared memory.
 template <unsigned AT>
@@ -40,10 +40,10 @@ struct BiasTiles {
             ldmatrix_x4(pair, bias_smem + Tile::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float2 shift = unpack(pair[k]);
+                const float2 bias = unpack(pair[k]);
                 const int i = 8 * step + 2 * k;
-                S[i] = head.raw(S[i], at(i), shift.x);
-                S[i + 1] = head.raw(S[i + 1], at(i + 1), shift.y);
+                S[i] = head.raw(S[i], at(i), bias.x);
+                S[i + 1] = head.raw(S[i + 1], at(i + 1), bias.y);
             }
         }
     }

@@ -1,7 +1,7 @@
 // Block sparsity: the list of a work tile's key tiles that are visible in the block map. The scheduler warp tests 32
 // tiles at a time, while the block processes the previous work tile, and passes the list to the load warp through two
-// buffers in shared memory, in parts of at most 32 entries. (When the load warp itself read the map, each tile waited
-// for three dependent loads.)
+// buffers in shared memory, in parts of at most 32 entries. (If the load warp itself read the map, each tile would
+// wait for three dependent loads.)
 //
 // A list entry is the tile's index * 2 * LAST_TILE, plus the flag LAST_TILE in the work tile's last entry, plus one bit
 // for each consumer that sees the whole tile. Only when no further tile is found is it known which entry is the last
@@ -27,7 +27,8 @@ struct TileLists {
     static constexpr unsigned WORDS = 1 + 32, BYTES = 4 * 8 + 2 * 4 * WORDS;
 
     char* const smem;
-    unsigned list = 0, position = 0, count = 0;  // lists so far; the reader's position in a list of `count` entries
+    unsigned part = 0;                 // parts so far, of all lists
+    unsigned position = 0, count = 0;  // the reader's position in a part of `count` entries
 
     __device__ __forceinline__ explicit TileLists(char* smem) : smem(smem) {}
 
@@ -73,27 +74,27 @@ struct TileLists {
     // The next entry; called by one thread.
     __device__ __forceinline__ unsigned next() {
         if (position == count) {
-            mbarrier_wait(full(), list / 2 % 2);
+            mbarrier_wait(full(), part / 2 % 2);
             position = 0, count = words()[0];
         }
         const unsigned entry = words()[1 + position++];
-        if (position == count) mbarrier_arrive(empty()), ++list;
+        if (position == count) mbarrier_arrive(empty()), ++part;
         return entry;
     }
 
   private:
-    __device__ __forceinline__ SmemAddr full() const { return smem_address(smem) + list % 2 * 8; }
+    __device__ __forceinline__ SmemAddr full() const { return smem_address(smem) + part % 2 * 8; }
     __device__ __forceinline__ SmemAddr empty() const { return full() + 16; }
     __device__ __forceinline__ unsigned* words() const {
-        return reinterpret_cast<unsigned*>(smem + 32) + list % 2 * WORDS;
+        return reinterpret_cast<unsigned*>(smem + 32) + part % 2 * WORDS;
     }
     __device__ __forceinline__ unsigned* acquire() {
-        mbarrier_wait(empty(), list / 2 % 2 ^ 1);
+        mbarrier_wait(empty(), part / 2 % 2 ^ 1);
         return words();
     }
     __device__ __forceinline__ void commit() {
         __syncwarp();  // all lanes have written their entries
         if (threadIdx.x % 32 == 0) mbarrier_arrive(full());
-        ++list;
+        ++part;
     }
 };

@@ -22,7 +22,7 @@ struct OutputBuffer {
     static constexpr unsigned END = AT + (SEPARATE ? CONSUMERS * BYTES : 0);
     static_assert(SEPARATE || BYTES <= Queries::BYTES, "O must fit in Q's buffer");
 
-    // The rows of one warp: 128 bytes of each slab.
+    // Address of one warp's rows in the first slab: 16 rows of 128 bytes in each slab.
     static __device__ __forceinline__ SmemAddr warp_rows(SmemAddr base, unsigned consumer, unsigned warp) {
         return base + (SEPARATE ? AT + consumer * BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
     }
@@ -31,6 +31,7 @@ struct OutputBuffer {
     static __device__ __forceinline__ void store(const SoftmaxState& softmax, const float (&inverse_l)[2],
                                                  SmemAddr O_smem, const TensorMap& O_warp_map, const Head& head, int h,
                                                  int b, int first_row, unsigned lane, bool store_lane) {
+        // A buffer for all slabs: one store. A buffer for half of them: one store per slab, and the slabs are reused.
         constexpr int SLABS_PER_STORE = SLABS == Outputs::SLABS ? SLABS : 1;
 #pragma unroll
         for (int slab = 0; slab < Outputs::SLABS; slab += SLABS_PER_STORE) {

@@ -1,5 +1,5 @@
-// Masking of a wgmma accumulator of BLOCK_N columns: lane 4 g + q of a warp has rows g and g + 8 of 16, and columns 2q
-// and 2q + 1 of every 8.
+// Masking of a wgmma accumulator of BLOCK_N columns. mask.cuh defines which keys a row sees. Lane 4 g + q of a warp has
+// rows g and g + 8 of 16, and columns 2q and 2q + 1 of every 8.
 #pragma once
 #include "score_mod.cuh"
 
@@ -54,7 +54,7 @@ struct PairMask {
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
 };
 
-// The raw scores of S (score_mod.cuh). row, column: the thread's first element.
+// The raw scores of S (score_mod.cuh); LINEAR: S already is the raw score. row, column: the thread's first element.
 __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const Head& head, int row, int column) {
 #pragma unroll
     for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i)
@@ -113,7 +113,7 @@ __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& 
     }
 }
 
-// Sets the dropped elements of P to 0. first_row: of the warp.
+// Sets the dropped elements of P to 0. first_row: first query row of the warp.
 __device__ __forceinline__ void apply_dropout(unsigned (&P)[BLOCK_N / 16][4], const Head& head, int first_row, int n0) {
     Head::Kept kept[BLOCK_N / 16];
     head.keep_along_queries(kept, first_row, n0);

@@ -17,15 +17,15 @@ constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
 
-// In a window, the first key tiles of two consumers are up to WINDOW_SKEW tiles apart. STAGGERED, if the pipeline has
-// enough stages: each consumer starts with the first tile that it sees, without ping-pong for the tiles before it, and
-// skips the tiles after its last one when its O is stored. All consumers then start together (window of 1024: 553
-// instead of 537 TFLOP/s; with only two stages 464).
+// With a left window bound (Head::FIRST), the first key tiles of two consumers are up to WINDOW_SKEW tiles apart. With
+// STAGGERED, which needs enough pipeline stages, each consumer starts with the first tile that it sees, without
+// ping-pong for the tiles before it, and skips the tiles after its last one when its O is stored. All consumers then
+// start together (window of 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
 constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
 constexpr bool STAGGERED =
     Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
-// Ragged batches: the load warp releases the scheduler's stage when it loads the last but one key tile, not when the
+// Ragged batches: the load warp releases the scheduler's stage when it loads the second to last key tile, not when the
 // work tile starts, so that the block draws its next work tile late. A work tile that is drawn early waits for this
 // block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at D = 256: +6%; a release at
 // the last key tile: -1%). A consumer therefore skips its remaining key tiles before it waits for the next work tile.
@@ -33,8 +33,10 @@ constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
-struct KeyTile {  // its first key, and whether the mask hides none of it from a consumer; ranges are not considered
-    int n0;
+// fully_visible: the mask tensor and the user's condition hide no key of the tile from the consumer's rows. Lengths,
+// causality and windows are tested separately (ConsumerTiles::fully_visible).
+struct KeyTile {
+    int n0;  // first key
     bool fully_visible;
 };
 
@@ -49,7 +51,8 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     __device__ __forceinline__ int keys_at(int j) const {
         return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
     }
-    // Index j of the first of the `count` key tiles `own` of one consumer; only other consumers see the earlier ones.
+    // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own: the range
+    // of its `count` key tiles.
     __device__ __forceinline__ int first_own_tile(Range own, int count) const {
         if (count <= 0 || Head::MAPPED) return 0;
         if (WALK_BACKWARDS) return range.end - own.end;
@@ -117,9 +120,9 @@ struct ConsumerTiles : WorkTileRange {
     }
     // The number of the work tile's key tiles in the pipeline.
     __device__ __forceinline__ int visited_tiles() const { return Head::MAPPED ? last + 1 : tiles; }
-    // Last tiles that only other consumers see; skipped in the next work tile if STAGGERED. At most STAGES: after the
-    // block's last work tile they are not skipped, so their stages are never released, and the producer must not wait
-    // for these stages.
+    // Number of last tiles that only other consumers see; skipped in the next work tile if STAGGERED. At most STAGES:
+    // after the block's last work tile they are not skipped, so their stages are never released, and the producer must
+    // not wait for these stages.
     __device__ __forceinline__ int postponed_tiles() const {
         return STAGGERED ? min(visited_tiles() - last - 1, static_cast<int>(STAGES)) : 0;
     }

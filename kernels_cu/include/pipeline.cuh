@@ -6,7 +6,7 @@
 //   KPipeline::acquire(base, i), KPipeline::load(base, i, ...)    producer
 //   KPipeline::wait(base, i), ..., KPipeline::release(base, i)    consumer
 //
-// i counts the tiles that pass through the pipeline: the only state. A loop that increments i advances stage and phase.
+// i counts the tiles that have passed through the pipeline. It is the only state: stage and phase are computed from it.
 // There is no function to commit: TMA completes the phase of the full barrier.
 #pragma once
 #include <hopper.cuh>
@@ -57,7 +57,8 @@ struct TilePipeline : Pipeline<BARRIERS_AT> {
     static constexpr unsigned TILES_END = TILES_AT + STAGES * Tile::BYTES;
     // Offset of tile i in shared memory.
     static __device__ __forceinline__ unsigned tile_at(unsigned i) { return TILES_AT + stage_of(i) * Tile::BYTES; }
-    // Producer: loads tile i, from row s of head (b, h), into the acquired stage. more: see Swizzled::load.
+    // Producer: loads tile i, from row s of head (b, h), into the acquired stage. more: bytes of other loads
+    // on the same barrier.
     static __device__ __forceinline__ void load(SmemAddr base, unsigned i, const TensorMap& map, int s, int h, int b,
                                                 unsigned more = 0) {
         Tile::load(base + tile_at(i), map, s, h, b, TilePipeline::full(base, stage_of(i)), more);

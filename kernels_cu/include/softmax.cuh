@@ -11,7 +11,7 @@ struct SoftmaxState : RowSoftmax<QueryRows> {
     static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
     float O[O_REGISTERS];
     float m[2] = {-INF, -INF}, l[2] = {};
-    bool m_is_large = false;  // `large`, at the last change of m
+    bool m_is_large = false;  // result of large() when m last changed
 
     // m = max(m, row maximum of S).
     __device__ __forceinline__ void update_max(const float (&S)[BLOCK_N / 2]) {
@@ -32,8 +32,8 @@ struct SoftmaxState : RowSoftmax<QueryRows> {
         }
         scale_O(O, alpha);
     }
-    // P = exp2((S - m) * exponent); `sum`: this thread's row sums of P. True if one exceeds P_SUM_LIMIT: m must be
-    // raised.
+    // P = exp2((S - m) * exponent); `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m must
+    // then be raised.
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                                  float exponent, float (&sum)[2]) const {
         float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
@@ -69,8 +69,8 @@ struct SoftmaxState : RowSoftmax<QueryRows> {
     __device__ __forceinline__ bool large(float exponent) const {
         return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
     }
-    // One step of the online softmax: P of the raw scores S of a key tile; m, l and O are updated. FIRST: of the row's
-    // first tile, whose P V overwrites O.
+    // One step of the online softmax: P of the raw scores S of a key tile; m, l and O are updated. FIRST: the row's
+    // first key tile, whose P V overwrites O.
     template <bool FIRST>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                            float exponent) {

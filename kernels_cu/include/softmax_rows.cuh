@@ -6,12 +6,12 @@
 
 constexpr float SCORE_LIMIT = 3e38f;  // upper limit of -m * exponent, for m = -INF: finite, near the largest float
 
-// The factor alpha = e^(m_old - m_new) of sums under an old maximum.
+// alpha: the factor that rescales l and O from the maximum m_old to m_new.
 __device__ __forceinline__ float rescale_factor(float m_old, float m_new, float exponent) {
     return m_old == m_new ? 1.0f : ex2((m_old - m_new) * exponent);  // for equal infinities 1, not NaN
 }
-// P = exp2(S * exponent + shift). While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and exceeds any
-// limit elsewhere. With log2_factor, P is multiplied by 2^log2_factor.
+// P = exp2(S * exponent + shift). While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and above every
+// limit elsewhere, so that m is raised. With log2_factor, P is multiplied by 2^log2_factor.
 __device__ __forceinline__ float softmax_shift(float m, float exponent) { return fminf(-m * exponent, SCORE_LIMIT); }
 __device__ __forceinline__ float softmax_shift(float m, float exponent, float log2_factor) {
     return fminf(fmaf(-m, exponent, log2_factor), SCORE_LIMIT);
@@ -19,7 +19,8 @@ __device__ __forceinline__ float softmax_shift(float m, float exponent, float lo
 // P = exp2((S - finite_max(m)) * exponent): accurate for any |m|. While m is -INF, P is 0, not NaN.
 __device__ __forceinline__ float finite_max(float m) { return m == -INF ? 0.0f : m; }
 
-// Layouts of an accumulator: of how many rows a thread has elements, and which of these rows register i belongs to.
+// Layouts of an accumulator. ROWS: the number of query rows of which a thread has elements; row(i): the one of register
+// i.
 struct QueryRows {  // S = Q K^T and O = P V: rows g and g + 8 of the warp's 16
     static constexpr int ROWS = 2;
     static constexpr __device__ int row(int i) { return i / 2 % 2; }

@@ -2,14 +2,15 @@
 // clang-format off
 //
 //   a tile (ROWS x COLUMNS) is slabs of 64 columns:    slab 0: [ROWS][64]   slab 1: [ROWS][64]   ...   one TMA box each
-//   a row of a slab is 128 bytes, 8 chunks of 16:      chunk c of row r is stored at position c ^ r % 8, so that the
+//   a row of a slab is 128 bytes, 8 chunks of 16 B:    chunk c of row r is stored at position c ^ r % 8, so that the
 //                                                      eight rows of an 8 x 8 matrix are in different banks
 //   8 rows are 1024 bytes, the alignment of a slab:    r % 8 is three bits of the address
 //
 // clang-format on
 // With float8, a slab has 128 columns, and a K-major wgmma step has 32: the same numbers of bytes.
 //
-// A wgmma step is 16 of the sum's indices. K-major (Q and K in Q K^T: the sum runs over columns): a step is 16 columns,
+// A wgmma step covers 16 indices of the sum (wgmma's K). `stride` and `leading` are the stride and leading byte offsets
+// of the descriptor. K-major (Q and K in Q K^T: the sum runs over columns): a step is 16 columns,
 // 32 bytes of each row, and `stride` = 1024 bytes is the distance of the next 8 rows. MN-major (V in P V: the sum runs
 // over rows): a step is 16 rows, 2048 bytes, `stride` = 1024 bytes is the distance of the next 8 rows, and `leading`
 // that of the next slab.
@@ -27,7 +28,7 @@ struct Swizzled {
         return make_descriptor(tile, SLAB_BYTES, 1024);
     }
 
-    // Offset in bytes of step `i`, of 16 columns or of 16 rows.
+    // Offset in bytes of wgmma step `i`: of 16 columns (k_step) or 16 rows (mn_step).
     static constexpr __device__ unsigned k_step(int i) { return i / 4 * SLAB_BYTES + i % 4 * 32; }
     static constexpr __device__ unsigned mn_step(int i) { return i * 2048; }
 
@@ -45,7 +46,8 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads a tile that begins at a column. The barrier already expects its bytes: `more` of another load.
+    // Loads a tile that begins at a column. The barrier must already expect its bytes (`more` of an
+    // earlier load).
     static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h,
                                                      int b, SmemAddr barrier) {
 #pragma unroll

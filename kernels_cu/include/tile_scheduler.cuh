@@ -3,7 +3,8 @@
 //
 //   for_each_work_tile, for_each_window_work_tile   static persistent scheduler of dense batches
 //   LongestFirst<QueryTiles or KeyTiles>            longest-first order for ragged batches and for block maps
-//   SchedulerPipeline<AT>                           broadcasts the work tile inside a block
+//   SchedulerPipeline<AT>                           broadcasts the work tile inside a block; its publish_all chooses
+//                                                   one of these orders (forward)
 //
 // With LongestFirst, persistent blocks draw tile numbers from a counter in global memory (dynamic scheduler): sequence
 // lengths, and the number of visible key tiles, are not known when the kernel is launched.
@@ -17,7 +18,7 @@
 #include "score_mod.cuh"
 
 #if RAGGED
-struct WorkTile {  // with the offsets and lengths of its sequence (extent), so that consumers need not load them
+struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
     int b, row0, head;
     SeqlenOffsets extent;
     __device__ __forceinline__ bool invalid() const { return b < 0; }
@@ -28,9 +29,9 @@ struct WorkTile {  // with the offsets and lengths of its sequence (extent), so 
 // Rows of K and V, or of Q and dO, that fill a third of L2.
 constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));
 
-// First key (or query) of a length bucket. If bucket 0 would contain several tiles of a sequence, it is split in two:
-// the shortest tiles then run last and balance the blocks (16 x 512: +3%, KeyTiles +0.5%). LongestFirst does not split
-// it if no sequence is longer than the bucket (32 x 256: -4%).
+// First key (or query) of a length bucket. FIRST_BUCKET_HALVED: the first Tiles::BUCKET keys are two buckets, 0 and 1,
+// because they would contain several tiles of a sequence. The shortest tiles then run last and balance the blocks (16 x
+// 512: +3%, KeyTiles +0.5%). LongestFirst treats the two as one if no sequence is longer (32 x 256: -4% otherwise).
 template <class Tiles>
 __device__ __forceinline__ int bucket_begin(int bucket) {
     if (!Tiles::FIRST_BUCKET_HALVED) return bucket * Tiles::BUCKET;
@@ -88,12 +89,12 @@ struct KeyTiles {  // the key tiles of one sequence and head, sorted by the numb
     }
 };
 
-// The order of a ragged batch. Holds few values between tiles: with three consumer warpgroups the scheduler warp has 32
-// registers per thread.
+// The order of a ragged batch: longest tiles first, in L2 head groups. Holds few values between tiles: with three
+// consumer warpgroups the scheduler warp has 32 registers per thread.
 template <class Tiles>
 struct LongestFirst {
     const Score& score;
-    const SeqlenOffsets own;  // extent of sequence `lane`: the cache for the first 32 sequences
+    const SeqlenOffsets own;  // extent of sequence threadIdx.x % 32: a cache of the first 32 sequences
 
     __device__ __forceinline__ explicit LongestFirst(const Score& score)
         : score(score), own(extent(threadIdx.x % 32)) {}
@@ -237,11 +238,11 @@ __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsig
 
 // Calls f(query tile, head) for each work tile of the block, given the number of query tiles per head.
 //
-// Causal: L2 head groups of two waves each, longest tiles first. In serpentine order, the two tiles of a block have the
-// same total length for every block. Each group starts at another block, and a remainder of heads joins the last group,
-// as far as L2 permits (mean fraction of time in which a block is busy: 0.79 -> 0.95 at B8 H12 S1024 D64). If one head
-// has four waves of tiles or more, no remainder joins: one head balances the blocks, and more cost L2 hits (B1 H16
-// D128, S = 128k: 4%, 512k: 10%). Windows: one group, since most tiles have the same length.
+// Causal: L2 head groups of two waves each, longest tiles first. In serpentine order, the two tiles of a block have
+// together the same length in every block. Each group starts at another block, and a remainder of heads joins the last
+// group, as far as L2 permits (mean fraction of time in which a block is busy: 0.79 -> 0.95 at B8 H12 S1024 D64). If
+// one head has four waves of tiles or more, no remainder joins: one head balances the blocks, and more cost L2 hits (B1
+// H16 D128, S = 128k: 4%, 512k: 10%). Windows: one group, since most tiles have the same length.
 //
 // PAIR_BY_HEAD: a block processes its two tiles of two waves in the order of their heads, so that half of the heads are
 // active at a time. At D = 256, two waves exceed L2: +9% at S = 512, +3% at 1k, +1% at 2k. D = 64, 128: -0.3 ... +0.9%;
@@ -252,7 +253,7 @@ __device__ __forceinline__ void for_each_work_tile(unsigned tiles, unsigned head
     const unsigned head_group = HEAD_GROUPS ? max(2 * gridDim.x / tiles, 1) : heads;
     constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);  // maximum remainder, in heads
     const unsigned merged_heads = HEAD_GROUPS && tiles >= 4 * gridDim.x ? 0 : max(head_group / 2, L2_HEADS);
-    const unsigned last = head_group + merged_heads;
+    const unsigned last = head_group + merged_heads;  // the last group has fewer heads than this
 #pragma unroll 1
     for (unsigned head = 0, size; head < heads; head += size) {
         size = heads - head < last ? heads - head : head_group;
@@ -344,7 +345,7 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
             const unsigned tiles = query_tiles<BLOCK_M>(score);
             const auto publish_tile = [&](unsigned tile, unsigned head) { publish(WorkTile(tile * BLOCK_M, head, H)); };
             if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, tiles, heads, publish_tile);
-            else for_each_work_tile<true>(tiles, heads, publish_tile);
+            else for_each_work_tile</*PAIR_BY_HEAD=*/true>(tiles, heads, publish_tile);
             publish(WorkTile());  // invalid: no more work tiles
 #endif
         }
