@@ -22,7 +22,7 @@ _SECTION = re.compile(r"^//-+ \.text\.(\S+)")
 _LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
 _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)[^;]*);(?:\s*//\s*\|\s*(\d*))?")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
-_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_LOC = re.compile(r"^\s*\.loc\s+(\d+ \d+ \d+)(?:.*inlined_at\s+(\d+ \d+ \d+))?")
 _ENTRY = re.compile(r"\.(?:entry|func)\b(?:\s*\([^)]*\))?\s+(\w+)")
 _PTX = re.compile(r"^\s*((?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*)\b[^;]*);")
 
@@ -92,18 +92,24 @@ def ptx(text: str) -> tuple[Instruction, ...]:
     files = dict(_FILE.findall(text))
     found: list[Instruction] = []
     where: tuple[SourceLine, ...] = ()
+    inlined: dict[str, tuple[SourceLine, ...]] = {}  # by position: a directive names one level of inlined calls alone
     function = ""
     for number, line in enumerate(text.splitlines(), 1):
         if entry := _ENTRY.search(line):
             function = entry[1]
+            inlined.clear()
         elif loc := _LOC.match(line):
-            pairs = [(loc[1], loc[2]), (loc[3], loc[4])]
-            where = tuple(
-                SourceLine(files[n], int(row)) for n, row in pairs if n in files and row != "0"
-            )  # line 0: no source line
+            callers = inlined.get(loc[2]) or _position(loc[2], files) if loc[2] else ()
+            where = inlined[loc[1]] = (*_position(loc[1], files), *callers)
         elif instruction := _PTX.match(line):
             found.append(Instruction(function, number, instruction[2], " ".join(instruction[1].split()), where))
     return tuple(found)
+
+
+def _position(loc: str, files: Mapping[str, str]) -> tuple[SourceLine, ...]:
+    """The source line of "file line column" in a .loc directive; () for line 0, which stands for no source line."""
+    file, line, _ = loc.split()
+    return (SourceLine(files[file], int(line)),) if file in files and line != "0" else ()
 
 
 def opcode_counts(cubin: bytes) -> dict[str, int]:

@@ -93,23 +93,28 @@ def test_machine_code_of_a_kernel() -> None:
     source = registry.get("fwd_mma").source
     lines = source.read_text().splitlines()
     assert {Path(i.line.file) for i in found if i.line} == {source}
-    for i in found:
-        if i.opcode.startswith("HMMA"):
-            assert i.line
-            assert "mma_m16n8k16" in lines[i.line.line - 1]
+    # Where two neighbouring instructions have the same line number in different files, the line table of the cubin keeps
+    # the first file: some HMMA appear in another header.
+    called = [i.line for i in found if i.opcode.startswith("HMMA") and i.where[0].file.endswith("/ptx.cuh")]
+    assert 2 * len(called) > counted["HMMA"]
+    for line in called:
+        assert line
+        assert "mma_AB" in lines[line.line - 1]
     peaks = {i.live for i in found} - {None}
     assert not peaks or max(peaks) <= compiled.resources.registers
 
 
 def test_ptx_of_a_kernel() -> None:
     found = disassembly.ptx(sandbox.compile("fwd_mma", D=64, arch="sm_90a").ptx)
-    lines = registry.get("fwd_mma").source.read_text().splitlines()
+    source = registry.get("fwd_mma").source
+    lines = source.read_text().splitlines()
     calls = [i for i in found if i.opcode.startswith("mma.sync")]
     assert len(calls) > 100
     for i in calls:
         assert i.function == "fwd_mma"
         assert i.line
-        assert "mma_m16n8k16" in lines[i.line.line - 1]
+        assert Path(i.line.file) == source  # through three inlined functions of headers
+        assert "mma_AB" in lines[i.line.line - 1]
 
 
 def test_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,8 @@ def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> N
     narrow = {"D": 32, "Dv": 32}
     stay = ({}, narrow, {"causal": False}, {"Sq": 200, "Sk": 200}, {"dtype": "bfloat16"}, {"D": 40, "Dv": 40}, window,
             {"Sq": 1024, "Sk": 1024, "B": 1}, {"Sq": 77, "Sk": 4096}, {**window, **narrow}, {"Sq": 1})  # fmt: skip
-    host = ({**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1}, {**few, **narrow, "Sq": 128, "Sk": 128})
+    host = ({**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1}, {**few, **narrow, "Sq": 128, "Sk": 128},
+            {**few, "D": 40, "Dv": 40, "Sq": 128, "Sk": 128}, {**few, "D": 48, "Dv": 48, "Sq": 128, "Sk": 128})  # fmt: skip
     differ = (
         {"B": 1},
         {"Sq": 1026, "Sk": 1026},
@@ -256,7 +257,6 @@ def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> N
         {"Hk": 8},
         {**window, "window": (900, None)},
         {**narrow, "B": 4},
-        {**few, "D": 40, "Dv": 40, "Sq": 128, "Sk": 128},
         {"softcap": 9.0},
         {**few, "Sq": 129, "Sk": 129},
         {**few, "Sq": 1},
