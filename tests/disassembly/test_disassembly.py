@@ -93,8 +93,8 @@ def test_machine_code_of_a_kernel() -> None:
     source = registry.get("fwd_mma").source
     lines = source.read_text().splitlines()
     assert {Path(i.line.file) for i in found if i.line} == {source}
-    # Where two neighbouring instructions have the same line number in different files, the line table of the cubin keeps
-    # the first file: some HMMA appear in another header.
+    # Where two neighbouring instructions have the same line number in different files, the line table of the cubin
+    # keeps the first file: some HMMA appear in another header.
     called = [i.line for i in found if i.opcode.startswith("HMMA") and i.where[0].file.endswith("/ptx.cuh")]
     assert 2 * len(called) > counted["HMMA"]
     for line in called:

@@ -249,7 +249,8 @@ def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> N
     stay = ({}, narrow, {"causal": False}, {"Sq": 200, "Sk": 200}, {"dtype": "bfloat16"}, {"D": 40, "Dv": 40}, window,
             {"Sq": 1024, "Sk": 1024, "B": 1}, {"Sq": 77, "Sk": 4096}, {**window, **narrow}, {"Sq": 1})  # fmt: skip
     host = ({**few, "Sq": 128, "Sk": 128}, {**few, "Sq": 1, "Sk": 1}, {**few, **narrow, "Sq": 128, "Sk": 128},
-            {**few, "D": 40, "Dv": 40, "Sq": 128, "Sk": 128}, {**few, "D": 48, "Dv": 48, "Sq": 128, "Sk": 128})  # fmt: skip
+            {**few, "D": 40, "Dv": 40, "Sq": 128, "Sk": 128},
+            {**few, "D": 48, "Dv": 48, "Sq": 128, "Sk": 128})  # fmt: skip
     differ = (
         {"B": 1},
         {"Sq": 1026, "Sk": 1026},
