@@ -61,13 +61,13 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const H
         S[i] = head.raw(S[i], ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2));
 }
 
-// Keys that the thread's rows, `row` and row + 8, see. They are computed once per work tile: without the empty asm, the
-// compiler computes them again for each masked tile.
+// Keys that the thread's rows, `row` and row + 8, see. They are computed once per work tile: if they were not
+// opaque, the compiler would compute them again for each masked tile.
 struct VisibleKeys {
     Range of_row[2];
     __device__ __forceinline__ VisibleKeys(const Head& head, int row)
         : of_row{head.keys(row, row + 1), head.keys(row + 8, row + 9)} {
-        if (Head::LAST) asm volatile("" : "+r"(of_row[0].end), "+r"(of_row[1].end));
+        if (Head::LAST) of_row[0].end = opaque(of_row[0].end), of_row[1].end = opaque(of_row[1].end);
     }
 };
 
