@@ -266,7 +266,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
     __device__ __forceinline__ void first_tile(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
         TIMELINE(wait_K);
         wait_K(first_own);
-        // Nobody takes a turn for key tile 0. STAGGERED: nor for a consumer's first tile.
+        // No consumer takes a turn for key tile 0. STAGGERED: nor for a consumer's first tile.
         const bool ping_pong = !STAGGERED && first_own > 0 && first_own < turns_end;
         if (ping_pong) turn.wait();
         mma_QK(S, first_own);
