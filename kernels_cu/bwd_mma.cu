@@ -319,7 +319,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     TIMELINE(store);
     // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
     // LSE.
-    if (__syncthreads_or(!finite<COLS>(dK_rmem) || !finite<V_COLS>(dV_rmem)))
+    if (__syncthreads_or(!all_finite(dK_rmem) || !all_finite(dV_rmem)))
         return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
                                                         tiles.n0(), threadIdx.x / 32);
 

@@ -345,7 +345,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
         // LSE. After this barrier neither consumer reads K and V again.
         const bool non_finite =
-            named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, !(finite(dK_rmem) && finite(dV_rmem)));
+            named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, !(all_finite(dK_rmem) && all_finite(dV_rmem)));
         if (threadIdx.x % 128 == 0) mbarrier_arrive(EmptyKV::at(base, 0));
         if (non_finite) {
             key_gradients_non_finite<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,

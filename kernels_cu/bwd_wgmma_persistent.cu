@@ -457,8 +457,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         warpgroup_fence_operand(dV_rmem);
         // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
         // LSE.
-        const bool non_finite =
-            named_barrier_or(consumer_barrier(consumer), CONSUMER_THREADS, !finite(dV_rmem) || !finite(dK_rmem));
+        const bool non_finite = named_barrier_or(consumer_barrier(consumer), CONSUMER_THREADS,
+                                                 !all_finite(dV_rmem) || !all_finite(dK_rmem));
         commit_staging();
         stage_tile_dKV(dV_rmem, 1.0f);
         // Not before stage_tile_dKV, which waits until the store warp has stored the previous dK: until then it reads

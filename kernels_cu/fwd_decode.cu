@@ -29,6 +29,7 @@
 // partial results of a row at once (4.5 us less) and starts early (0.9 us less). A cluster of two saves the combine
 // kernel, 2 … 4 us, if it makes one wave.
 #include "mma_smem.cuh"
+#include "non_finite.cuh"
 #include "softmax_mma.cuh"
 #include "combine.cuh"
 #include "cluster.cuh"
@@ -107,12 +108,7 @@ __device__ __forceinline__ void load_rows(SmemAddr tile, const T* from, long lon
             cp_async_16(tile + TileRows::at(row0 + i * STEP, chunk), from, static_cast<int>(i * STEP) < rows);
 }
 
-struct LaneOffsets {  // for ldmatrix
-    QKOffsets Q, K;
-    VOffsets V;
-    __device__ __forceinline__ explicit LaneOffsets(unsigned lane)
-        : Q(row_offsets<QKOffsets>(lane)), K(transposed_offsets<QKOffsets>(lane)), V(row_offsets<VOffsets>(lane)) {}
-};
+using LaneOffsets = ForwardOffsets<QKOffsets, VOffsets>;
 
 // A warp's pipeline of STAGES stages of K and V.
 struct KeyPipeline {
@@ -290,7 +286,7 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) 
 
     float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
     float* const O_warp = reinterpret_cast<float*>(ring);
-    if (Head::HIDES && __any_sync(0xffffffffu, !state.finite()))
+    if (Head::HIDES && __any_sync(0xffffffffu, !all_finite(state.O)))
         store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,
                                  sums + warp * BLOCK_M);
     else store_warp_result(state, O_warp, sums + warp * BLOCK_M);

@@ -126,12 +126,7 @@ struct Registers : WarpSoftmax<M_TILES, DV_PAD> {
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
 };
 
-struct LaneOffsets {  // for ldmatrix
-    QKOffsets Q, K;
-    VOffsets V;
-    __device__ __forceinline__ explicit LaneOffsets(unsigned lane)
-        : Q(row_offsets<QKOffsets>(lane)), K(transposed_offsets<QKOffsets>(lane)), V(row_offsets<VOffsets>(lane)) {}
-};
+using LaneOffsets = ForwardOffsets<QKOffsets, VOffsets>;
 
 // A warp and its WARP_ROWS query rows. Registers and offsets are references: as members they cost up to 1% more
 // instructions.
@@ -312,7 +307,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     if (tiles.end > tiles.begin) tiles.load(tiles.begin);
     consumer.mainloop();
     // P of a masked key is 0, but 0 * NaN = NaN: the fallback computes non-finite tiles again.
-    if (Head::HIDES && __syncthreads_or(!state.finite()))
+    if (Head::HIDES && __syncthreads_or(!all_finite(state.O)))
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);

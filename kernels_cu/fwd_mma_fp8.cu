@@ -24,7 +24,6 @@ using Tile = Swizzled<D_PAD / 2>;                                               
 using VTile = Swizzled<DV_PAD / 2>;                                                     // of V
 using QKOffsets = FragmentOffsets<D_PAD / 2>;
 constexpr unsigned ROW = Tile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
-constexpr float SCORE_LIMIT = 3e38f;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 32 == 0,
               "a tile consists of whole MMA steps");
 static_assert(SMEM_BYTES == BLOCK_M * ROW + 2 * STAGE, "spec and kernel disagree on shared memory");
@@ -112,11 +111,10 @@ __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, i
                 float& m = state.m[mt][half];
                 const float m_new = row_max<4>(score_mod_and_mask(S[mt], half, head, warp_row0 + g, 16 * mt + 8 * half,
                                                                   n0 + n + 2 * q, MASKED, m));
-                alpha[mt][half] = m == m_new ? 1.0f : ex2((m - m_new) * exponent);  // for equal infinities 1, not NaN
+                alpha[mt][half] = rescale_factor(m, m_new, exponent);
                 m = m_new;
-                float sum = 0.0f,
-                      shift = fminf(fmaf(-m, exponent, LOG2_P_MAX), SCORE_LIMIT);  // no visible key: P = 0, not NaN
-                if (Head::is_large(m, exponent)) {                                 // compute S - m first
+                float sum = 0.0f, shift = softmax_shift(m, exponent, LOG2_P_MAX);
+                if (Head::is_large(m, exponent)) {  // compute S - m first
                     shift = LOG2_P_MAX;
 #pragma unroll
                     for (int i = 0; i < KEYS / 4; ++i) S[mt][i / 2][2 * half + i % 2] -= m;
@@ -194,7 +192,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
         else process_tile(MaskedTile<true>(), j);
     }
     // P of a masked key is 0, but 0 * NaN = NaN: the fallback computes non-finite tiles again.
-    if (Head::HIDES && __syncthreads_or(!state.finite()))
+    if (Head::HIDES && __syncthreads_or(!all_finite(state.O)))
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     const int g = lane / 4, q = lane % 4;

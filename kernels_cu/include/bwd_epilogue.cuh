@@ -2,6 +2,7 @@
 // it.
 #pragma once
 #include "bwd_tiles.cuh"
+#include "non_finite.cuh"
 #include "wgmma_fragment.cuh"
 
 // Writes 64 rows of dK or dV (accumulators of a warpgroup), times `factor`, to `tile`.
@@ -30,7 +31,7 @@ __device__ __forceinline__ void zero(float (&accum)[R]) {
 template <class SmemLayout, class Block, int R>
 __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer, SmemAddr tile, const TensorMap& map,
                                           const float (&accum)[R], float factor, int key_offset, int first_slab) {
-    const bool non_finite = !finite(accum);
+    const bool non_finite = !all_finite(accum);
     stage_dKV<SmemLayout>(tile, accum, factor, block.warp, block.lane);
     fence_proxy_async();
     named_barrier_sync(consumer_barrier(consumer),

@@ -117,12 +117,3 @@ __device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenI
                 *reinterpret_cast<const uint4*>(tile + Tile::at(row, chunk));
     }
 }
-
-// Whether all elements are finite: 0 * inf and 0 * NaN are NaN.
-template <int COLUMNS>
-__device__ __forceinline__ bool finite(const Accumulators<COLUMNS>& sums) {
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) zero = fmaf(sums[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4], 0.0f, zero);
-    return zero == 0.0f;
-}

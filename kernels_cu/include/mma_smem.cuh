@@ -115,6 +115,14 @@ template <class Offsets>
 __device__ __forceinline__ Offsets transposed_offsets(unsigned lane, unsigned chunk = 0) {
     return {lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2};
 }
+// Those of this lane in the forward: Q as A operand, K as transposed B operand, V as B operand.
+template <class QKOffsets, class VOffsets>
+struct ForwardOffsets {
+    QKOffsets Q, K;
+    VOffsets V;
+    __device__ __forceinline__ explicit ForwardOffsets(unsigned lane)
+        : Q(row_offsets<QKOffsets>(lane)), K(transposed_offsets<QKOffsets>(lane)), V(row_offsets<VOffsets>(lane)) {}
+};
 
 // C += A B for 8 columns of B. Kernels with float8 operands pass another function.
 struct Mma16Bit {

@@ -54,7 +54,6 @@ struct Pipeline {
 // A pipeline of STAGES tiles (Swizzled), which are at byte TILES_AT of shared memory.
 template <class Tile, unsigned TILES_AT, unsigned BARRIERS_AT>
 struct TilePipeline : Pipeline<BARRIERS_AT> {
-    static constexpr unsigned TILES_END = TILES_AT + STAGES * Tile::BYTES;
     // Offset of tile i in shared memory.
     static __device__ __forceinline__ unsigned tile_at(unsigned i) { return TILES_AT + stage_of(i) * Tile::BYTES; }
     // Producer: loads tile i, from row s of head (b, h), into the acquired stage. more: bytes of other loads

@@ -1,6 +1,7 @@
 // Online softmax of a wgmma accumulator, with deferred rescaling: P is computed with the maximum m of the row's first
 // tile, and m is raised only if the sum of a tile's P exceeds P_SUM_LIMIT.
 #pragma once
+#include "non_finite.cuh"
 #include "softmax_rows.cuh"
 
 // Limit of the sum of one thread's P in a row of a tile. If no sum exceeds it, every P fits in fp16 (max 65504).

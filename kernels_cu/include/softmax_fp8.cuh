@@ -4,6 +4,7 @@
 // test needs no shuffle, and no alpha is needed otherwise.
 #pragma once
 #include <fp8.cuh>  // angle brackets: the CPU backend has its own
+#include "non_finite.cuh"
 #include "softmax_rows.cuh"
 
 // The test for rescaling uses the sums of P, which bound each P. This requires that all rows of a work tile begin with

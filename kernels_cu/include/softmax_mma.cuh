@@ -8,6 +8,7 @@
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 #include "score_mod.cuh"
+#include "softmax_rows.cuh"
 
 constexpr float RESCALE_THRESHOLD = 8.0f;  // P stays below 2^8, which fp16 can represent
 
@@ -57,8 +58,7 @@ struct WarpSoftmax {
             for (int half = 0; half < 2; ++half) {
                 const float m_old = m[mt][half], exponent = exponents[mt][half];
                 const float m_new = fmaxf(m_old, row_max<4>(lane_max[mt][half]));
-                // For equal infinities 1, not NaN.
-                const float alpha = m_old == m_new ? 1.0f : ex2((m_old - m_new) * exponent);
+                const float alpha = rescale_factor(m_old, m_new, exponent);
                 m[mt][half] = m_new;
                 any_large |= Head::is_large(m_new, exponent);
                 l[mt][half] *= alpha;
@@ -92,15 +92,6 @@ struct WarpSoftmax {
             l[mt][half] += p0 + p1;
             use(nt, p0, p1);
         }
-    }
-
-    // Whether all of this lane's O are finite: 0 * O is then 0, otherwise NaN.
-    __device__ __forceinline__ bool finite() const {
-        float zero = 0.0f;
-#pragma unroll
-        for (int i = 0; i < M_TILES * COLUMNS / 2; ++i)
-            zero = fmaf(O[i / (COLUMNS / 2)][i % (COLUMNS / 2) / 4][i % 4], 0.0f, zero);
-        return zero == 0.0f;
     }
 
     // LSE and the factor of O of a row; all lanes of the row get the result. P_scale: factor of P, and so of l, in a

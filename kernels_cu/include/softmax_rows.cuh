@@ -1,5 +1,5 @@
 // Building blocks of online softmax, for any layout of the accumulator: the factor alpha, the exponent of P, row
-// maxima, rescaling of O, and the test for finite results. The parameter `exponent` is the factor of raw scores in
+// maxima, and rescaling of O. The parameter `exponent` is the factor of raw scores in
 // exp2, unit * log2(e) (score_mod.cuh).
 #pragma once
 #include "score_mod.cuh"
@@ -52,12 +52,3 @@ struct RowSoftmax {
         for (int i = 0; i < N; ++i) O[i] *= alpha[Fragment::row(i)];
     }
 };
-
-// Whether all elements are finite: 0 * O is then 0, otherwise NaN. CHAINS dependency chains, one or four.
-template <int CHAINS, int N>
-__device__ __forceinline__ bool all_finite(const float (&O)[N]) {
-    float zero[4] = {};
-#pragma unroll
-    for (int i = 0; i < N; ++i) zero[i % CHAINS] = fmaf(O[i], 0.0f, zero[i % CHAINS]);
-    return (CHAINS == 1 ? zero[0] : (zero[0] + zero[1]) + (zero[2] + zero[3])) == 0.0f;
-}

@@ -1,4 +1,4 @@
-// Fragments of wgmma accumulators: the transposed store, and the search for values that are not finite.
+// Fragments of wgmma accumulators: the transposed store.
 #pragma once
 #include <hopper.cuh>
 
@@ -13,13 +13,4 @@ __device__ __forceinline__ void store_transposed(SmemAddr rows, unsigned chunk, 
         const SmemAddr to = rows + SmemLayout::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
         stmatrix_x4_trans(to, x[0], x[1], x[2], x[3]);
     }
-}
-
-// Whether all elements are finite: 0 * inf and 0 * NaN are NaN.
-template <int N>
-__device__ __forceinline__ bool finite(const float (&accum)[N]) {
-    float zero = 0.0f;
-#pragma unroll
-    for (int i = 0; i < N; ++i) zero = fmaf(accum[i], 0.0f, zero);
-    return zero == 0.0f;
 }
