@@ -20,25 +20,25 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// The maximum, or sum, of x over a block of `threads` threads, a multiple of 32. All threads call it, and get the
-// result. `partial`: 32 floats of shared memory.
-template <int threads>
-__device__ __forceinline__ float block_max(float x, float* partial) {
+// reduce(x) over the warps of a block of `threads` threads, a multiple of 32; reduce: over the lanes of a warp.
+// partial: 32 floats of shared memory. identity: of the reduction.
+template <int threads, class Reduce>
+__device__ __forceinline__ float block_reduce(float x, float identity, float* partial, const Reduce& reduce) {
     static_assert(threads % 32 == 0, "a block has whole warps");
     const int lane = threadIdx.x % 32;
-    x = row_max<32>(x);
+    x = reduce(x);
     __syncthreads();  // the previous reduction has been read
     if (lane == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();  // every warp has written its part
-    return row_max<32>(lane < threads / 32 ? partial[lane] : -INF);
+    return reduce(lane < threads / 32 ? partial[lane] : identity);
+}
+
+// The maximum, or sum, of x over a block. All threads call it, and get the result.
+template <int threads>
+__device__ __forceinline__ float block_max(float x, float* partial) {
+    return block_reduce<threads>(x, -INF, partial, [](float y) { return row_max<32>(y); });
 }
 template <int threads>
 __device__ __forceinline__ float block_sum(float x, float* partial) {
-    static_assert(threads % 32 == 0, "a block has whole warps");
-    const int lane = threadIdx.x % 32;
-    x = row_sum<32>(x);
-    __syncthreads();  // the previous reduction has been read
-    if (lane == 0) partial[threadIdx.x / 32] = x;
-    __syncthreads();  // every warp has written its part
-    return row_sum<32>(lane < threads / 32 ? partial[lane] : 0.0f);
+    return block_reduce<threads>(x, 0.0f, partial, [](float y) { return row_sum<32>(y); });
 }
