@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 
@@ -18,9 +17,13 @@ def _is_command() -> bool:
     return sys.argv[:1] == [os.path.join(os.path.dirname(sys.executable), "sandbox")]
 
 
-_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_command()
-if _default:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+_default = False
+if _is_command():
+    import signal  # slow to import for a program that does not need it
+
+    _default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if _default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def restore() -> None:

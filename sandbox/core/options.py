@@ -18,7 +18,6 @@ from .dtypes import described_descale
 from .errors import SpecError
 from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, Window, normalise_window, number
 from .score import Score
-from .snippet import digest
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -169,6 +168,14 @@ def _bias_level(p: Problem) -> int:
 def _descale_level(p: Problem) -> int:
     """The sum of 8 for float8, and 1, 2, 4 if the descale of q, k, v is a tensor, not a number."""
     return sum(bit for bit, x in zip((1, 2, 4), p.descale, strict=False) if isinstance(x, tuple)) + 8 * p.float8
+
+
+def _snippet_level(p: Problem) -> int:
+    if not p.score:
+        return 0
+    from .snippet import digest  # `import sandbox` does not need it
+
+    return digest(p.score)
 
 
 def _constant_descale(p: Problem) -> tuple[float, ...]:
@@ -365,7 +372,7 @@ OPTIONS: tuple[Option, ...] = (
         tensors=lambda p: _tensor("block_map", p.block_map if p.block_map[3] else (), "bhi"),
     ),
     Option(
-        name="score", macro="SCORE_SNIPPET", level=lambda p: digest(p.score) if p.score else 0, check=_score,
+        name="score", macro="SCORE_SNIPPET", level=_snippet_level, check=_score,
         tensors=_snippet_tensors,
         flag={"metavar": "FILE.py", "help": "Python file that defines `score`, a sandbox.Score."},
         text=lambda p: f"score=({p.score})" if p.score else "",

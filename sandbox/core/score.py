@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 from .block_map import Sizes, sizes_of
 from .dtypes import ITEMSIZE
 from .errors import SpecError
-from .files import mistakes_of, names_of
 from .project import from_project, within_project
 
 SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes per element
@@ -162,6 +161,8 @@ class Score:
         path = Path(path)
         if not path.is_file():
             raise SpecError(f"score {path}: there is no such file")
+        from .files import mistakes_of, names_of  # imports threading, which `import sandbox` does not need
+
         found = names_of(path).get("score")
         if isinstance(found, Callable):  # type: ignore[arg-type]
             with mistakes_of(path, f"score {path}"):
