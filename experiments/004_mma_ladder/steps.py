@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from sandbox.bench.steps import Step
 from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 
 OFF, ON = 1, 2
 WIDTHS = (64, 128)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimisation. `predicted`: gain over the step before (variants: over the last step) at D = 64 and D = 128,
-    written before the measurement. `changes`: numbers of the tile that differ from that step; `at_128`: in addition at
-    D = 128."""
-
-    name: str
-    idea: str
-    predicted: tuple[float, float]
-    changes: dict[str, int] = field(default_factory=dict)
-    at_128: dict[str, int] = field(default_factory=dict)
-
-    def numbers(self, D: int) -> dict[str, int]:
-        """The numbers that this step changes at head width D."""
-        return {**self.changes, **(self.at_128 if D == 128 else {})}
 
 
 SIZES = {"BLOCK_M": 64, "BLOCK_N": 64, "SUB_N": 64, "WARPS": 4, "STAGES": 1}

@@ -1,0 +1,77 @@
+"""Spec of `hopper_ladder.cu`, and the steps from `hopper_plain` to `fwd_wgmma`."""
+
+from __future__ import annotations
+
+from sandbox.bench.steps import Step
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+
+OFF, ON = 1, 2
+WIDTHS = (64, 128)
+
+PLAIN = Tile(BLOCK_M=64, BLOCK_N=128, STAGES=1, OVERLAP=OFF, PING_PONG=OFF, DEFERRED=OFF, TMA_STORE=OFF, SCHEDULE=1,
+             BLOCKS=132)  # fmt: skip
+LADDER = (
+    Step("two stages", "the next key tile loads while the consumer computes", (1.3, 1.25), {"STAGES": 2}),
+    Step("overlap", "Q K^T of a key tile is issued together with P V of the previous one", (1.1, 1.1),
+         {"OVERLAP": ON}),
+    Step("two consumers", "two warpgroups share each key tile: one multiplies while the other computes exponentials",
+         (1.5, 1.5), {"BLOCK_M": 128}),
+    Step("ping-pong", "named barriers: consumers take turns with the tensor cores", (1.05, 1.03), {"PING_PONG": ON}),
+    Step("deferred rescaling", "m changes and O is rescaled only if a sum of P exceeds a limit", (1.08, 1.04),
+         {"DEFERRED": ON}),
+    Step("TMA store", "O leaves through shared memory by TMA", (1.02, 1.02), {"TMA_STORE": ON}),
+    Step("persistent", "one block per SM, longest work tiles first: the next tile loads during the epilogue",
+         (1.1, 1.1), {"SCHEDULE": 2}),
+    Step("L2 head groups", "causal: the blocks work on a few heads at a time, whose K and V stay in L2", (1.02, 1.05),
+         {"SCHEDULE": 3}),
+    Step("three consumers", "192 rows share each key tile (D = 128: 80 keys per tile)", (1.05, 1.05),
+         {"BLOCK_M": 192}, {"BLOCK_N": 80}),
+)  # fmt: skip
+
+
+def tiles(D: int) -> dict[str, Tile]:
+    """{step: tile} at head width D, in order."""
+    found, numbers = {}, dict(PLAIN)
+    for step in LADDER:
+        numbers |= step.numbers(D)
+        found[step.name] = Tile(**numbers)
+    return found
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """Q, stages of K and V, O, and mbarriers."""
+    return 128 * cdiv(p.D, 64) * (2 * t.BLOCK_M + 2 * t.STAGES * t.BLOCK_N) + 1024
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """Why a problem is not supported, or None: no options but masks by position, and D = Dv of 64 or 128."""
+    if not p.plain or p.D not in WIDTHS:
+        return f"{p} is not supported: the kernel is for D = Dv = 64 or 128 without options; use fwd_wgmma"
+    return unsupported_by_wgmma(p, arch, "fwd_block2d")
+
+
+def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """A block per work tile, or at most BLOCKS persistent blocks."""
+    work_tiles = cdiv(p.Sq, t.BLOCK_M) * p.H * p.B
+    return (work_tiles if t.SCHEDULE == 1 else min(work_tiles, t.BLOCKS), 1, 1)
+
+
+kernel = Kernel(
+    name="hopper_ladder",
+    computes="forward",
+    rung=4,
+    summary="fwd_wgmma with its ideas as switches",
+    dtypes=("float16", "bfloat16"),
+    min_arch=(9, 0),
+    arch_suffix="a",
+    tiles=tuple(dict.fromkeys(tile for D in reversed(WIDTHS) for tile in reversed(tiles(D).values()))),
+    grid=grid,
+    block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    args=(
+        *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_warp_map"),
+        *("H", "heads", "group", "score"),
+    ),
+    max_D=128,
+)

@@ -1,0 +1,59 @@
+"""The gain of each idea in `fwd_wgmma`: every step of hopper_ladder.py in one interleaved run.
+
+python experiments/023_hopper_ladder/run.py measure     needs a Hopper GPU, about two minutes; continues a run
+python experiments/023_hopper_ladder/run.py table       writes the tables in README.md and docs/ladders.md
+python experiments/023_hopper_ladder/run.py check       verifies every step on a small problem, no GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+from hopper_ladder import LADDER, WIDTHS, tiles
+
+from sandbox.bench.ladder import write_table
+from sandbox.bench.rows import read_rows
+from sandbox.bench.steps import Ladder, Step
+from sandbox.core import registry
+from sandbox.spec import Problem
+
+HERE = Path(__file__).resolve().parent
+ROWS = HERE / "results.jsonl"
+PROBLEMS = [
+    Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)
+    for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
+]
+registry.add(HERE)
+FIRST = Step("plain", "one producer thread, one consumer warpgroup of 64 rows, one stage of K and V", (1.0, 1.0))
+OTHERS = {"fwd_wgmma": "the kernel itself: its tile is chosen for the problem", "sdpa-cudnn": "PyTorch's kernel"}
+HOPPER = Ladder(
+    registry.get("hopper_ladder"), (FIRST, *LADDER), tiles, WIDTHS, PROBLEMS, others=OTHERS,
+    first=registry.get("hopper_plain"),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "table", "check"])
+    what = parser.parse_args().what
+    if what == "check":  # grouped heads, several work tiles per head, partial tiles
+        for causal in ("bottom-right", False):
+            small = Problem(1, 2, 277, 350, 64, Hk=1, dtype="float16", causal=causal)
+            for line in HOPPER.check(small, (FIRST, *LADDER)):
+                print(line, flush=True)
+        return
+    if what == "measure":
+        for line in HOPPER.measure(ROWS):
+            print(line, flush=True)
+    rows = read_rows(ROWS)
+    write_table(HERE / "README.md", "hopper ladder", Path(__file__), HOPPER.gain_table(rows))
+    if rows:
+        write_table(
+            HERE.parent.parent / "docs" / "ladders.md", "hopper ladder", Path(__file__), HOPPER.speed_table(rows)
+        )
+
+
+if __name__ == "__main__":
+    main()
