@@ -11,7 +11,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from steps import KERNEL, LADDER, VARIANTS, WIDTHS, tiles
+from steps import LADDER, VARIANTS, WIDTHS, find
 
 from sandbox.bench.ladder import write_table
 from sandbox.bench.rows import read_rows
@@ -26,7 +26,7 @@ PROBLEMS = [
 ]
 OTHERS = {"fwd_mma": "the kernel itself: the last step, and NaN and inf behind a mask do not reach the output",
           "sdpa-flash": "FlashAttention-2, PyTorch's kernel"}  # fmt: skip
-MMA = Ladder(KERNEL, LADDER, tiles, WIDTHS, PROBLEMS, VARIANTS, OTHERS)
+MMA = Ladder(LADDER, find, WIDTHS, PROBLEMS, VARIANTS, OTHERS)
 
 
 def main() -> None:

@@ -91,3 +91,9 @@ KERNEL = Kernel(
     max_D=128,
     source=Path(__file__).resolve().parent / "ladder.cu",
 )
+
+
+def find(step: Step, D: int) -> tuple[Kernel, Tile] | None:
+    """The kernel and tile of a step at head width D; None if it changes nothing there."""
+    tile = tiles(D).get(step.name)
+    return (KERNEL, tile) if tile else None

@@ -1,17 +1,18 @@
 // The ideas of fwd_wgmma.cu as switches (OFF, ON): hopper_ladder.py defines them, run.py enables one after another.
-// Step 0 is hopper_plain.cu, which is also the introduction to the barriers.
+// The first steps are hopper_plain.cu, which is also the introduction to the barriers.
 //
 // clang-format off
-//   OVERLAP       Q K^T of a key tile and P V of the previous one are issued together
+//   OVERLAP       Q K^T of a key tile is issued together with P V of the previous one
 //   PING_PONG     consumers take turns with the tensor cores: one multiplies, the others compute exponentials
 //   DEFERRED      the maximum m changes, and O is rescaled, only if a sum of P would exceed a limit
 //   TMA_STORE     O leaves through a buffer in shared memory by TMA; the next work tile does not wait for it
-//   SCHEDULE      1: a block per work tile; 2: persistent blocks, longest work tiles first; 3: in L2 head groups, too
+//   SCHEDULE      1: a block per work tile; 2: persistent blocks, longest work tiles first; 3: a scheduler warp, and
+//                 L2 head groups
 //   BLOCK_M       64 rows for each consumer warpgroup;    BLOCK_N, STAGES: keys of a tile, stages of K and of V
 // clang-format on
 //
-// A work tile is BLOCK_M query rows of a head. Warp 0 loads K and V, warp 1 loads Q. Indices i count all key tiles of
-// the block: stages and phases follow from them (pipeline.cuh).
+// A work tile is BLOCK_M query rows of a head. Warp 0 loads K and V, warp 1 loads Q, warp 2 is the scheduler warp. An
+// index i counts all key tiles of the block: stages and phases follow from it (pipeline.cuh).
 #include "epilogue.cuh"
 #include "mask_wgmma.cuh"
 #include "n_block_range.cuh"
@@ -33,7 +34,8 @@ using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;
 using VPipeline = TilePipeline<Keys, V_AT, KPipeline::END>;
 using FullQ = BarrierArray<VPipeline::END, CONSUMERS>;
 using EmptyQ = BarrierArray<FullQ::END, CONSUMERS>;
-static_assert(EmptyQ::END <= SMEM_BYTES, "the barriers fit");
+using Scheduler = SchedulerPipeline<EmptyQ::END>;
+static_assert(Scheduler::END <= SMEM_BYTES, "the barriers fit");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -46,6 +48,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
         mbarrier_init(FullQ::at(base, consumer), 1);
         mbarrier_init(EmptyQ::at(base, consumer), 4);
     }
+    Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
     fence_proxy_async();
 }
 
@@ -59,46 +62,59 @@ struct Arguments {  // of the kernel
 
 // Calls f(work tile, number of key tiles, how many work tiles came before) for each work tile of the block.
 template <class F>
-__device__ __forceinline__ void for_each_tile(const Arguments& args, F f) {
+__device__ __forceinline__ void for_each_tile(const char* smem, const Arguments& args, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(args.score), heads = args.heads;
     unsigned count = 0;
-    const auto call = [&](unsigned tile, unsigned head) {
-        const WorkTile work_tile(tile * BLOCK_M, head, args.H);
-        const Head rows(work_tile.sequence(args.score), work_tile.h());
-        f(work_tile, n_block_range(rows, work_tile.row0, work_tile.row0 + BLOCK_M).end, count++);
+    const auto call = [&](const WorkTile& work_tile) {
+        const Head head(work_tile.sequence(args.score), work_tile.h());
+        f(work_tile, n_block_range(head, work_tile.row0, work_tile.row0 + BLOCK_M).end, count++);
     };
     if constexpr (SCHEDULE == 1) {
-        call(blockIdx.x % tiles, blockIdx.x / tiles);
+        call(WorkTile(blockIdx.x % tiles * BLOCK_M, blockIdx.x / tiles, args.H));
     } else if constexpr (SCHEDULE == 2) {
         serpentine(blockIdx.x, tiles * heads, 1, [&](unsigned i) {
-            CAUSAL ? call(tiles - 1 - i / heads, i % heads) : call(i % tiles, i / tiles);
+            const unsigned tile = CAUSAL ? tiles - 1 - i / heads : i % tiles, head = CAUSAL ? i % heads : i / tiles;
+            call(WorkTile(tile * BLOCK_M, head, args.H));
         });
     } else {
-        for_each_work_tile(tiles, heads, call);
+        Scheduler::Consumer scheduler(smem);
+#pragma unroll 1
+        while (scheduler.next()) call(scheduler.tile);
     }
 }
 
 // ---- producer warps
 
-__device__ __forceinline__ void load_KV(SmemAddr base, const Arguments& args) {
-    unsigned i = 0;
-    for_each_tile(args, [&](const WorkTile& work_tile, int tiles, unsigned) {
+__device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
+    const SmemAddr base = smem_address(smem);
+    unsigned pipe_index = 0;
+    for_each_tile(smem, args, [&](const WorkTile& work_tile, int tiles, unsigned) {
+        const int h = work_tile.h() / args.group, b = work_tile.b;
+        const auto load_K = [&](int j) {
+            TIMELINE(wait_empty);
+            KPipeline::acquire(base, pipe_index + j);
+            TIMELINE(load);
+            KPipeline::load(base, pipe_index + j, args.K_map, j * BLOCK_N, h, b);
+        };
+        const auto load_V = [&](int j) {
+            TIMELINE(wait_empty);
+            VPipeline::acquire(base, pipe_index + j);
+            TIMELINE(load);
+            VPipeline::load(base, pipe_index + j, args.V_map, j * BLOCK_N, h, b);
+        };
+        constexpr int AHEAD = OVERLAP == ON;  // in the order in which the consumers need them
 #pragma unroll 1
-        for (int j = 0; j < tiles; ++j, ++i) {
-            TIMELINE(wait_empty);
-            KPipeline::acquire(base, i);
-            TIMELINE(load);
-            KPipeline::load(base, i, args.K_map, j * BLOCK_N, work_tile.h() / args.group, work_tile.b);
-            TIMELINE(wait_empty);
-            VPipeline::acquire(base, i);
-            TIMELINE(load);
-            VPipeline::load(base, i, args.V_map, j * BLOCK_N, work_tile.h() / args.group, work_tile.b);
+        for (int j = 0; j < tiles + AHEAD; ++j) {
+            if (j < tiles) load_K(j);
+            if (j >= AHEAD) load_V(j - AHEAD);
         }
+        pipe_index += tiles;
     });
 }
 
-__device__ __forceinline__ void load_Q(SmemAddr base, const Arguments& args) {
-    for_each_tile(args, [&](const WorkTile& work_tile, int, unsigned count) {
+__device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
+    const SmemAddr base = smem_address(smem);
+    for_each_tile(smem, args, [&](const WorkTile& work_tile, int, unsigned count) {
 #pragma unroll 1
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
             TIMELINE(wait_empty_Q);
@@ -133,9 +149,9 @@ struct ConsumerWarpgroup {
         TIMELINE(multiply);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step)
-            wgmma<Order::K_MAJOR>(
-                S, Queries::k_major(base + consumer * Queries::BYTES) + Queries::k_step(step),
-                Keys::k_major(base + KPipeline::tile_at(pipe_index + j)) + Keys::k_step(step), step > 0);
+            wgmma<Order::K_MAJOR>(S, Queries::k_major(base + consumer * Queries::BYTES) + Queries::k_step(step),
+                                  Keys::k_major(base + KPipeline::tile_at(pipe_index + j)) + Keys::k_step(step),
+                                  step > 0);
         wgmma_commit();
     }
     __device__ __forceinline__ void mma_PV(SoftmaxState& softmax, const FragmentP& P, int j) {
@@ -204,10 +220,13 @@ struct ConsumerWarpgroup {
             release_K(j);
             softmax_tile<false>(softmax, P, S, j);
         }
-        if (lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer));
+        release_Q();
         mma_PV(softmax, P, own_tiles - 1);
         wait_mma(softmax, S);
         release_V(own_tiles - 1);
+    }
+    __device__ __forceinline__ void release_Q() const {
+        if (lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer));
     }
 
     // Takes part in the barriers of the key tiles that only other consumers see.
@@ -250,16 +269,19 @@ __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, SmemAddr b
     }
 }
 
-__device__ __forceinline__ void consume(SmemAddr base, unsigned warp, const Arguments& args) {
+__device__ __forceinline__ void consume(char* smem, unsigned warp, const Arguments& args) {
+    const SmemAddr base = smem_address(smem);
     const unsigned consumer = warp / 4 - 1, lane = threadIdx.x % 32;
     unsigned pipe_index = 0;
     if constexpr (PING_PONG == ON) start_ping_pong(consumer);
-    for_each_tile(args, [&](const WorkTile& work_tile, int tiles, unsigned count) {
+    for_each_tile(smem, args, [&](const WorkTile& of_lane, int tiles, unsigned count) {
+        const WorkTile work_tile = uniform(of_lane);  // addresses in uniform registers
         const Head head(work_tile.sequence(args.score), work_tile.h());
         const int m0 = work_tile.row0 + 64 * consumer, first_row = m0 + warp % 4 * 16;
         const int own_tiles = m0 < head.Sq ? n_block_range(head, m0, m0 + 64).end : 0;
-        ConsumerWarpgroup warpgroup{base, head, consumer, lane, pipe_index, first_row, tiles, own_tiles,
-                                    Head::unit_of(args.score) * Head::LOG2E};
+        ConsumerWarpgroup warpgroup{base,  head,       consumer,
+                                    lane,  pipe_index, first_row,
+                                    tiles, own_tiles,  Head::unit_of(args.score) * Head::LOG2E};
         SoftmaxState softmax;
         wgmma_discard(softmax.O);  // the first P V overwrites it
         TIMELINE(wait_Q);
@@ -267,7 +289,7 @@ __device__ __forceinline__ void consume(SmemAddr base, unsigned warp, const Argu
         if (own_tiles > 0) {
             warpgroup.mainloop(softmax);
         } else {
-            if (lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer));
+            warpgroup.release_Q();
 #pragma unroll
             for (float& x : softmax.O) x = 0.0f;
         }
@@ -300,11 +322,17 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void hopper_ladder(
     const unsigned warp = uniform(threadIdx.x / 32);
     if (warp < 4) {
         if constexpr (CONSUMERS > 1) setmaxnreg_dec<CONSUMERS == 2 ? 40 : 32>();
-        if (warp == 0 && elect()) load_KV(base, args);
-        else if (warp == 1 && elect()) load_Q(base, args);
+        if (warp == 0 && elect()) {
+            load_KV(smem, args);
+        } else if (warp == 1 && elect()) {
+            load_Q(smem, args);
+        } else if (SCHEDULE == 3 && warp == 2) {
+            Scheduler::SchedulerProducer producer{smem};
+            producer.publish_all<false>(score, heads, H, group, nullptr, [](const WorkTile&) {});
+        }
     } else {
         if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();
-        consume(base, warp, args);
+        consume(smem, warp, args);
     }
     TIMELINE(done);
 }

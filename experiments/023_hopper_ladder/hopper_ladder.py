@@ -8,22 +8,25 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 OFF, ON = 1, 2
 WIDTHS = (64, 128)
 
-PLAIN = Tile(BLOCK_M=64, BLOCK_N=128, STAGES=1, OVERLAP=OFF, PING_PONG=OFF, DEFERRED=OFF, TMA_STORE=OFF, SCHEDULE=1,
+FIRST = Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, OVERLAP=OFF, PING_PONG=OFF, DEFERRED=OFF, TMA_STORE=OFF, SCHEDULE=1,
              BLOCKS=132)  # fmt: skip
-LADDER = (
+PLAIN = (  # of hopper_plain
+    Step("plain", "one producer thread, one consumer warpgroup of 64 rows, one stage of K and V", (1.0, 1.0)),
     Step("two stages", "the next key tile loads while the consumer computes", (1.3, 1.25), {"STAGES": 2}),
+)
+LADDER = (
+    Step("two consumers", "two warpgroups share each key tile: one multiplies while the other computes exponentials",
+         (1.5, 1.5)),
     Step("overlap", "Q K^T of a key tile is issued together with P V of the previous one", (1.1, 1.1),
          {"OVERLAP": ON}),
-    Step("two consumers", "two warpgroups share each key tile: one multiplies while the other computes exponentials",
-         (1.5, 1.5), {"BLOCK_M": 128}),
     Step("ping-pong", "named barriers: consumers take turns with the tensor cores", (1.05, 1.03), {"PING_PONG": ON}),
     Step("deferred rescaling", "m changes and O is rescaled only if a sum of P exceeds a limit", (1.08, 1.04),
          {"DEFERRED": ON}),
     Step("TMA store", "O leaves through shared memory by TMA", (1.02, 1.02), {"TMA_STORE": ON}),
     Step("persistent", "one block per SM, longest work tiles first: the next tile loads during the epilogue",
          (1.1, 1.1), {"SCHEDULE": 2}),
-    Step("L2 head groups", "causal: the blocks work on a few heads at a time, whose K and V stay in L2", (1.02, 1.05),
-         {"SCHEDULE": 3}),
+    Step("scheduler warp", "publishes the work tiles; causal: the blocks work on a few heads at a time, whose K and V"
+         " stay in L2", (1.02, 1.05), {"SCHEDULE": 3}),
     Step("three consumers", "192 rows share each key tile (D = 128: 80 keys per tile)", (1.05, 1.05),
          {"BLOCK_M": 192}, {"BLOCK_N": 80}),
 )  # fmt: skip
@@ -31,7 +34,7 @@ LADDER = (
 
 def tiles(D: int) -> dict[str, Tile]:
     """{step: tile} at head width D, in order."""
-    found, numbers = {}, dict(PLAIN)
+    found, numbers = {}, dict(FIRST)
     for step in LADDER:
         numbers |= step.numbers(D)
         found[step.name] = Tile(**numbers)

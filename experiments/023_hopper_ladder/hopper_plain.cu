@@ -115,8 +115,7 @@ extern "C" __global__ __launch_bounds__(256) void hopper_plain(
     float* LSE,                               // (B, H, Sq), contiguous
     const __grid_constant__ TensorMap Q_map,  // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,  // boxes of BLOCK_N rows
-    const __grid_constant__ TensorMap V_map,
-    int H,
+    const __grid_constant__ TensorMap V_map, int H,
     int group,  // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];

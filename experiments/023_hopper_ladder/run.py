@@ -11,13 +11,13 @@ import argparse
 import itertools
 from pathlib import Path
 
-from hopper_ladder import LADDER, WIDTHS, tiles
+from hopper_ladder import LADDER, PLAIN, WIDTHS, tiles
 
 from sandbox.bench.ladder import write_table
 from sandbox.bench.rows import read_rows
 from sandbox.bench.steps import Ladder, Step
 from sandbox.core import registry
-from sandbox.spec import Problem
+from sandbox.spec import Kernel, Problem, Tile
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
@@ -26,12 +26,19 @@ PROBLEMS = [
     for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
 ]
 registry.add(HERE)
-FIRST = Step("plain", "one producer thread, one consumer warpgroup of 64 rows, one stage of K and V", (1.0, 1.0))
+STEPS = (*PLAIN, *LADDER)
 OTHERS = {"fwd_wgmma": "the kernel itself: its tile is chosen for the problem", "sdpa-cudnn": "PyTorch's kernel"}
-HOPPER = Ladder(
-    registry.get("hopper_ladder"), (FIRST, *LADDER), tiles, WIDTHS, PROBLEMS, others=OTHERS,
-    first=registry.get("hopper_plain"),
-)  # fmt: skip
+
+
+def find(step: Step, D: int) -> tuple[Kernel, Tile]:
+    """The kernel and tile of a step at head dimension D."""
+    if step in PLAIN:
+        plain = registry.get("hopper_plain")
+        return plain, Tile(**{**plain.tiles[0], **step.numbers(D)})
+    return registry.get("hopper_ladder"), tiles(D)[step.name]
+
+
+HOPPER = Ladder(STEPS, find, WIDTHS, PROBLEMS, others=OTHERS)
 
 
 def main() -> None:
@@ -41,7 +48,7 @@ def main() -> None:
     if what == "check":  # grouped heads, several work tiles per head, partial tiles
         for causal in ("bottom-right", False):
             small = Problem(1, 2, 277, 350, 64, Hk=1, dtype="float16", causal=causal)
-            for line in HOPPER.check(small, (FIRST, *LADDER)):
+            for line in HOPPER.check(small, STEPS):
                 print(line, flush=True)
         return
     if what == "measure":

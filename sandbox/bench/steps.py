@@ -50,27 +50,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Ladder:
-    """`tiles(D)`: {step: tile of `kernel`} at head dimension D; a step that is not in it changes nothing there.
+    """`find(step, D)`: the kernel and tile of a step at head dimension D; None if the step changes nothing there.
+    `others`: {kernel or peer: its line in the table}, timed in the same run."""
 
-    `first`: the kernel of the first step, if it is another one than `kernel`. `others`: {kernel or peer: its line in
-    the table}, timed in the same run.
-    """
-
-    kernel: Kernel
     steps: tuple[Step, ...]
-    tiles: Callable[[int], Mapping[str, Tile]]
+    find: Callable[[Step, int], tuple[Kernel, Tile] | None]
     widths: tuple[int, ...]
     problems: Sequence[Problem]
     variants: tuple[Step, ...] = ()
     others: Mapping[str, str] = field(default_factory=dict)
-    first: Kernel | None = None
-
-    def of(self, step: Step, D: int) -> tuple[Kernel, Tile] | None:
-        """The kernel and tile of a step, or None."""
-        if self.first and step == self.steps[0]:
-            return self.first, self.first.tiles[0]
-        tile = self.tiles(D).get(step.name)
-        return (self.kernel, tile) if tile else None
 
     # ---- measuring
 
@@ -78,14 +66,16 @@ class Ladder:
         """A step as a contender of `bench`, under its own name."""
 
         def prepare(problem: Problem, *inputs: Any) -> Ready:
-            found = self.of(step, problem.D)
+            found = self.find(step, problem.D)
             if found is None:
                 raise UnsupportedProblem(f"{step.name}: changes nothing at D={problem.D}")
             [entry] = benchmark.kernel_contenders([found[0]], [found[1]])
             return entry.prepare(problem, *inputs)
 
-        first = self.first and step == self.steps[0]
-        return Contender(step.name, prepare, (self.first if first and self.first else self.kernel).name)
+        return Contender(step.name, prepare, self._kernel(step).name)
+
+    def _kernel(self, step: Step) -> Kernel:
+        return next(found[0] for D in self.widths if (found := self.find(step, D)))
 
     def contenders(self) -> list[Contender]:
         """All steps and variants, then the others."""
@@ -99,7 +89,7 @@ class Ladder:
         """Fills the compile cache in parallel: compiled one after another, the steps would take most of the run."""
         capability, every = driver.device().arch, (*self.steps, *self.variants)
         jobs = {
-            (found, p.D, p.dtype, p.causal) for p in self.problems for step in every if (found := self.of(step, p.D))
+            (found, p.D, p.dtype, p.causal) for p in self.problems for step in every if (found := self.find(step, p.D))
         }
 
         def compile_one(job: Any) -> None:
@@ -129,7 +119,7 @@ class Ladder:
 
     def _with_registers(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Adds the registers and spills that the compiler reports."""
-        kernels = {**registry.kernels(), self.kernel.name: self.kernel}
+        kernels = {**registry.kernels(), **{k.name: k for k in map(self._kernel, (*self.steps, *self.variants))}}
         for row in rows:
             if not row.tile:
                 yield row
@@ -142,7 +132,7 @@ class Ladder:
     def check(self, problem: Problem, steps: Iterable[Step]) -> Iterator[str]:
         """Verify steps on the CPU backend; yields a line per step. Raises SystemExit if one is wrong."""
         for step in steps:
-            found = self.of(step, problem.D)
+            found = self.find(step, problem.D)
             assert found, step
             result = checking.verify(found[0], Case(step.name, problem, layout="bshd"), HOST, found[1])
             yield f"{step.name}: error {result.error} bound {result.bound} {result.message}"
