@@ -74,7 +74,7 @@ def _named(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Kernel names; the path of a `.cu` outside of the project is replaced by the kernel's name."""
     if isinstance(value, tuple):
         return tuple(_named(ctx, param, one) for one in value)
-    if not value.endswith(".cu"):
+    if value is None or not value.endswith(".cu"):
         return value
     path = Path(value).resolve()
     if not path.is_file() or not path.with_suffix(".py").is_file():
@@ -89,6 +89,7 @@ kernels_argument = click.argument(
     "kernels", nargs=-1, metavar="[KERNEL]...", shell_complete=kernel_names, callback=_named
 )
 kernel_argument = click.argument("kernel", shell_complete=kernel_names, callback=_named)
+optional_kernel_argument = click.argument("kernel", required=False, shell_complete=kernel_names, callback=_named)
 entry_argument = click.argument("kernel", shell_complete=entry_names, callback=_named)
 tile_option = click.option(
     "--tile", help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Default: chosen from the kernel's spec."

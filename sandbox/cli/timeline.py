@@ -10,7 +10,7 @@ import click
 from ..core import registry
 from ..engine import pipeline
 from ..pages import timeline
-from ..timeline import plot, record, report, trace
+from ..timeline import plot, record, recording, report, trace
 from ..verify.check import pick_device
 from .group import cli
 from .options import (
@@ -21,8 +21,8 @@ from .options import (
     dtype_option,
     html_option,
     json_option,
-    kernel_argument,
     numbers,
+    optional_kernel_argument,
     parsed_tile,
     problem_or_default,
     score_options,
@@ -33,7 +33,7 @@ from .output import exit_status, print_json, save_page, say, screen
 
 
 @cli.command("timeline")
-@kernel_argument
+@optional_kernel_argument
 @shape_option(default="1,2,512,64", show_default=True)
 @dtype_option
 @causal_option
@@ -45,26 +45,34 @@ from .output import exit_status, print_json, save_page, say, screen
 @click.option("--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot to PREFIX.png and PREFIX.svg.")
 @click.option("--trace", "trace_file", type=OutputPath(dir_okay=False), metavar="FILE",
               help="Write a trace for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
+@click.option("--save", "saved", type=OutputPath(dir_okay=False), metavar="FILE",
+              help="Store the recording in FILE.json.gz, for --show.")  # fmt: skip
+@click.option("--show", "shown", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="Show a stored recording instead of a new one: without KERNEL, also without a GPU.")  # fmt: skip
 @html_option
 @json_option
 def timeline_(
-    kernel: str, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None, backend: str | None,
-    blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None, html: Path | None,
-    as_json: bool,
+    kernel: str | None, shape: str, dtype: str, causal: str | None, scored: Scored, tile: str | None,
+    backend: str | None, blocks: str | None, between: str | None, prefix: Path | None, trace_file: Path | None,
+    saved: Path | None, shown: Path | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show the steps of each warp over time.
 
     A step begins at a mark TIMELINE(name) in the kernel. Only this command compiles the marks in. Ticks are
     cycles on a GPU; on the CPU backend they show the order of the threads, not time.
     """
-    spec, device = registry.get(kernel), pick_device(backend)
-    problem = problem_or_default(spec, shape, dtype, causal, scored, device)
-    chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
-    wanted = numbers(blocks, "--blocks", "0,1") if blocks else None
+    if (kernel is None) == (shown is None):
+        raise click.UsageError("give either a KERNEL to record, or --show FILE")
     window = numbers(between, "--between", "0,20000") if between else None
     if window and (len(window) != 2 or window[0] >= window[1]):
         raise click.BadParameter(f"{between!r} must be two increasing numbers, such as 0,20000", param_hint="--between")
-    found = record.record(spec, problem, chosen, device, wanted)
+    if shown:
+        found = recording.load(shown)
+    else:
+        spec, device = registry.get(str(kernel)), pick_device(backend)
+        problem = problem_or_default(spec, shape, dtype, causal, scored, device)
+        chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
+        found = record.record(spec, problem, chosen, device, numbers(blocks, "--blocks", "0,1") if blocks else None)
     if as_json:
         print_json(report.as_json(found))
     else:
@@ -78,6 +86,9 @@ def timeline_(
     if trace_file:
         trace.write(found, trace_file)
         say(f"wrote {trace_file}", stderr=True)
+    if saved:
+        recording.save(found, saved)
+        say(f"wrote {saved}", stderr=True)
     if html:
         save_page(html, timeline.page(found))
     sys.exit(exit_status([found.same is not False]))

@@ -1,3 +1,3 @@
 """The command timeline: the steps of each warp of a launch over time, from marks that are compiled in on request."""
 
-__all__ = ["plot", "record", "report", "trace"]
+__all__ = ["plot", "record", "recording", "report", "trace"]

@@ -16,14 +16,14 @@ from project import SEED
 
 from sandbox.cli import cli
 from sandbox.core import registry
-from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST
 from sandbox.pages import timeline
 from sandbox.spec import Kernel, Problem
-from sandbox.timeline import mark_buffers, plot, record, report, trace
+from sandbox.timeline import mark_buffers, plot, record, recording, report, trace
 from sandbox.toolchain import nvrtc
 
 PROBLEM = Problem(1, 1, 256, 256, 64, dtype="float16")
@@ -249,6 +249,28 @@ def test_the_command_prints_waits_and_tracks(tmp_path: Path) -> None:
     assert (tmp_path / "t.json").is_file()
     assert run("--blocks", "7").exit_code == 2
     assert run("--between", "5").exit_code == 2
+
+
+def test_a_recording_is_shown_without_its_kernel(mma: record.Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "mma.json.gz"
+    recording.save(mma, path)
+    assert recording.load(path) == mma
+    page = tmp_path / "mma.html"
+    done = CliRunner().invoke(cli, ["timeline", "--show", str(path), "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    assert report.headline(mma).split(":")[0] in done.output.replace("\n", " ")
+    assert page.read_text() == timeline.page(mma)
+    for arguments, message in (
+        (["fwd_mma", "--show", str(path)], "either a KERNEL"),
+        ([], "either a KERNEL"),
+        (["--show", __file__], "is not a recording"),
+    ):
+        done = CliRunner().invoke(cli, ["timeline", *arguments])
+        assert done.exit_code != 0
+        assert message in f"{done.output} {done.exception}"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(SpecError, match="not a recording"):
+        recording.load(path)
 
 
 @pytest.mark.gpu
