@@ -1,8 +1,9 @@
 """Include resolution without a compiler: the headers that a CUDA source file includes, directly or indirectly.
 
-A cached object is keyed by the content of every file that it was compiled from. The scan over-approximates: it follows
-`#include`s inside comments and false `#if`s, and considers a name in every include folder. A key may therefore change
-unnecessarily, but a relevant change is never missed.
+A cached object is keyed by the content of every file that it was compiled from, except the text of comments. The scan
+over-approximates: it follows `#include`s inside comments and false `#if`s, and considers a name in every include
+folder. A key may therefore change unnecessarily, but a relevant change is never missed. Line numbers count, because the
+object contains them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ _NAMED = re.compile(
 )
 _COMPUTED = re.compile(rb"^" + _GAP + _INCLUDE + _GAP + rb"[A-Za-z_]", re.MULTILINE | re.DOTALL)
 _SPLICE = re.compile(rb"\\\r?\n")  # line continuation
+# A string, a number (' may separate its digits), a character, or a comment with the white space before it.
+_TOKEN = re.compile(
+    rb""""(?:[^"\\\n]|\\.)*"|\b\d(?:'?[\w.])*|'(?:[^'\\\n]|\\.)*'|[ \t]*+//[^\n]*|[ \t]*+/\*.*?\*/""", re.DOTALL
+)
+# A raw string, or a line continuation that may be part of a comment: all bytes of such a file count.
+_NO_TOKENS = re.compile(rb'R"|//[^\n]*\\[ \t\r]*\n|[/*]\\[ \t\r]*\n')
+_BLANK_LINES = re.compile(rb"(?<!\\)\n(?:[ \t\r]*\n)+")  # not after a line continuation
 _SETTLED = 2.0  # seconds after which a further edit certainly changes the time stamp
 
 
 def _scan(path: Path) -> tuple[bytes, tuple[str, ...], bool]:
-    """(content digest, included names, whether an include name is computed by a macro)."""
+    """(digest of the content without comments, included names, whether an include name is computed by a macro)."""
     stat = path.stat()
     if time.time() - stat.st_mtime < _SETTLED:
         return _read(str(path))
@@ -44,7 +52,27 @@ def _read(path: str) -> tuple[bytes, tuple[str, ...], bool]:
     content = Path(path).read_bytes()
     joined = _SPLICE.sub(b"", content)
     names = tuple(os.fsdecode(quoted or angled) for quoted, angled in _NAMED.findall(joined))
-    return hashlib.sha256(content).digest(), names, bool(_COMPUTED.search(joined))
+    return hashlib.sha256(without_comments(content)).digest(), names, bool(_COMPUTED.search(joined))
+
+
+def without_comments(content: bytes) -> bytes:
+    """C++ without the text of its comments. Every line keeps its number. Unchanged if comments cannot be told from code
+    without a preprocessor."""
+    return content if _NO_TOKENS.search(content) else _TOKEN.sub(_without_comment, content)
+
+
+def _without_comment(token: re.Match[bytes]) -> bytes:
+    text = token[0].lstrip()
+    if not text.startswith((b"//", b"/*")):
+        return token[0]
+    return (b" " if text.startswith(b"/*") else b"") + b"\n" * text.count(b"\n")
+
+
+def without_lines(content: bytes) -> bytes:
+    """C++ without comments and empty lines: equal for two texts whose code differs only in its line numbers. A file
+    that uses __LINE__ keeps its lines."""
+    code = without_comments(content)
+    return code if b"__LINE__" in code else _BLANK_LINES.sub(b"\n", b"\n" + code + b"\n")
 
 
 def included_files(source: Path, include_dirs: Sequence[Path]) -> tuple[list[Path], bool]:
@@ -71,7 +99,8 @@ def included_files(source: Path, include_dirs: Sequence[Path]) -> tuple[list[Pat
 
 
 def fingerprint(source: Path, include_dirs: Sequence[Path]) -> str | None:
-    """A digest of the paths and contents of `source` and all included files; None if the list is incomplete."""
+    """A digest of the paths of `source` and all included files and of their contents, except the text of comments; None
+    if the list is incomplete."""
     files, complete = included_files(source, include_dirs)
     if not complete:
         return None

@@ -78,6 +78,56 @@ def test_a_missing_source(tree: Path) -> None:
         fingerprint(tree)
 
 
+COMMENTED = [  # two texts with the same code on the same lines
+    ("int a;  // one\nint b;", "int a;\nint b;"),
+    ("int a; /* one\n */ int b;", "int a; /* two,\n longer */ int b;"),
+    ('f("/*"); // one', 'f("/*"); // two'),
+    ("f('\"'); // one\nint b;", 'f(\'"\'); // "two"\nint b;'),
+    ("f(1'000 + '\"', \"x\"); // one", "f(1'000 + '\"', \"x\"); // two"),
+    ("f('\\''); // one", "f('\\''); // two"),
+    ("#define A \\\n b /* one */", "#define A \\\n b /* two */"),
+]
+DIFFERENT = [  # texts that a naive scan would take for the same code
+    ('f("//one");', 'f("//two");'),
+    ('f("\\"//one");', 'f("\\"//two");'),
+    ("f(1'000 + '\"'); g(\"//one\");", "f(1'000 + '\"'); g(\"//two\");"),
+    ('f(R"(" //one)");', 'f(R"(" //two)");'),
+    ("// one \\\n/* two\nint a;", "// one \\\n/* two\nint b;"),
+    ("/\\\n/ /*\nint a; //*/", "/\\\n/ /*\nint b; //*/"),
+    ("int/**/a;", "inta;"),
+    ("a /*1*/ b", "a /*1*/ /b/ b"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), COMMENTED)
+def test_comments_do_not_count_but_lines_do(tree: Path, one: str, other: str) -> None:
+    seen = set()
+    for text in (one, other, f"// first\n{one}"):
+        (tree / "src/main.cu").write_text(text)
+        seen.add(fingerprint(tree))
+    assert len(seen) == 2
+    same = {sources.without_lines(text.encode()) for text in (one, other, f"// first\n\n{one}\n\n// last\n")}
+    assert len(same) == 1
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_what_looks_like_a_comment_counts(one: str, other: str) -> None:
+    assert sources.without_comments(one.encode()) != sources.without_comments(other.encode())
+    assert sources.without_lines(one.encode()) != sources.without_lines(other.encode())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("int a = __LINE__;", "// first\nint a = __LINE__;"),
+        ("#define A \\\n\nint b;", "#define A \\\nint b;"),  # the macro ends at the empty line
+        ("#define A\nint b;", "#define A int b;"),
+    ],
+)
+def test_lines_that_have_a_meaning_count(one: str, other: str) -> None:
+    assert sources.without_lines(one.encode()) != sources.without_lines(other.encode())
+
+
 @pytest.mark.parametrize("form", ['"a.h"', "<a.h>"])
 def test_a_header_newly_shadowed(tree: Path, form: str) -> None:
     """The compiler uses the first match on the include path, so a new file there changes the result."""
