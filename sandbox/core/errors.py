@@ -54,6 +54,10 @@ def without_options(message: str) -> str:
     return message.partition("\n\noptions: ")[0]
 
 
+class NoFastCompilation(SandboxError, RuntimeError):
+    """A kernel cannot be compiled by the fast compilation, which is for first verdicts; the message says why."""
+
+
 class DriverError(SandboxError, RuntimeError):
     """A CUDA driver call failed. `code` is the CUresult's number, `name` its name."""
 

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CompileError, SpecError, UnsupportedProblem
+from ..core.errors import CompileError, NoFastCompilation, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
 from ..core.normalise import normalise_causal
 from ..core.operation import Operation
@@ -48,7 +48,7 @@ class Prepared:
     device: Device
     seconds: float
     cached: bool
-    compiled: tuple[Compiled, ...]  # one per entry; empty on the CPU backend
+    compiled: tuple[Compiled, ...]  # one per entry; empty on the CPU backend, and for a fast compilation
     launch: Launch  # for tensors of the shapes and strides passed to `prepare`
     tensor_names: tuple[str, ...]  # tensors that the kernel uses, including scratch
     order: tuple[str, ...]  # names of the tensors whose addresses `launch` takes
@@ -65,23 +65,23 @@ class Prepared:
 
 def prepare(
     kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device,
-    order: Sequence[str] = (),
+    order: Sequence[str] = (), fast: bool = False,
 ) -> Prepared:  # fmt: skip
     """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may be
     absent. `order`: names of the tensors whose addresses `launch` takes, in this order; it must contain all that the
-    kernel uses.
+    kernel uses. `fast`: as for `load`.
 
     A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". With "dLSE", it
     includes the gradient of LSE.
 
     An entry whose grid is empty is not launched. Raises CompileError, ToolchainMissing, GpuUnavailable, DriverError;
-    UnsupportedProblem for a grid that is too large.
+    UnsupportedProblem for a grid that is too large; with `fast` NoFastCompilation.
     """
     arch = arch_of(device)
     required = [choose_kernel(problem, computes, arch) for computes in _prerequisites(kernel, problem, tensors)]
     kernels = [*((other, tile_on(device, other, problem)) for other in required), (kernel, tile)]
     with ThreadPoolExecutor() as pool:  # compile in parallel
-        loads = [*pool.map(lambda of: load(of[0], of[1], problem, device), kernels)]
+        loads = [*pool.map(lambda of: load(of[0], of[1], problem, device, fast and of[0] is kernel), kernels)]
     launches: list[EntryLaunch] = []
     for (each, its_tile), its_load in zip(kernels, loads, strict=True):
         launches += _launches(each, its_tile, problem, tensors, device, its_load)
@@ -90,9 +90,8 @@ def prepare(
     names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
     order = tuple(order) or names
     launch = make_launch(launches, zeroed_of(kernel, problem, tile), order, device)
-    return Prepared(
-        kernel, tile, problem, device, loaded.seconds, loaded.cached, loaded.compiled, launch, names, order
-    )  # fmt: skip
+    compiled = () if fast else loaded.compiled
+    return Prepared(kernel, tile, problem, device, loaded.seconds, loaded.cached, compiled, launch, names, order)
 
 
 def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -134,9 +133,12 @@ class Loaded:
 
 
 @snippets.explaining
-def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded:
+def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device, fast: bool = False) -> Loaded:
     """Compile `kernel` for `problem`, or find it in the cache, and load it. Raises as `prepare` does, and SpecError if
-    the spec's `args` do not match the compiled parameters, or its `block` exceeds the __launch_bounds__."""
+    the spec's `args` do not match the compiled parameters, or its `block` exceeds the __launch_bounds__.
+
+    `fast`: on a GPU by `nvrtc.compile_fast`, for its results only, not for its resources and times. Raises
+    NoFastCompilation if that is not supported, or the kernel then needs too many registers to be launched."""
     defines = kernel.defines(problem, tile)
     if (
         (problem.ragged or problem.page_size)
@@ -144,13 +146,24 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> Loaded
         and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0")
     ):
         defines["CHECKED_KERNELS"] = 1
-    what = kernel, tuple(defines.items()), snippets.folders(problem), device
+    what = kernel, tuple(defines.items()), snippets.folders(problem), device, fast and device != HOST
     failed, error = _compile_errors.get(what, (None, None))
     if error and failed and failed == _source_fingerprint(kernel, what[2]):
         raise error()
     loaded = _load(*what)
     _check_block_sizes(kernel, tile, loaded.max_threads)
+    if what[-1]:
+        _check_launchable(kernel, problem, tile, loaded.compiled)
     return loaded
+
+
+def _check_launchable(kernel: Kernel, problem: Problem, tile: Tile, compiled: Sequence[Compiled]) -> None:
+    for entry, made in zip(kernel.entries, compiled, strict=True):
+        r = made.resources
+        if not occupancy(entry, problem, tile, r, architectures.parse(made.arch)).blocks_per_sm:
+            threads = math.prod(entry.block(tile))
+            message = f"{entry.name} cannot be launched after the fast compilation: {r.registers} registers, {threads} "
+            raise NoFastCompilation(f"{message}threads per block; compile it with optimisation")
 
 
 def _check_block_sizes(kernel: Kernel, tile: Tile, max_threads: Sequence[int]) -> None:
@@ -174,25 +187,27 @@ def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None
 # Compile errors, with the fingerprint of the source before the compile. `check` requests one variant many times; only
 # an edited source is compiled again, including one that was edited during the compile. Each time a new exception is
 # raised: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
-_Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device]
+_Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device, bool]
 _compile_errors: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
 
 
 @lru_cache(maxsize=512)
-def _load(kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device) -> Loaded:
-    before = _source_fingerprint(kernel, folders)
+def _load(
+    kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
+) -> Loaded:
+    what, before = (kernel, defines, folders, device, fast), _source_fingerprint(kernel, folders)
     try:
-        loaded = _compile_and_load(kernel, defines, folders, device)
+        loaded = _compile_and_load(*what)
     except CompileError as error:
         new_error = partial(CompileError, source=error.source, options=error.options, log=error.log)
-        _compile_errors[kernel, defines, folders, device] = before, partial(new_error, str(error))
+        _compile_errors[what] = before, partial(new_error, str(error))
         raise
-    _compile_errors.pop((kernel, defines, folders, device), None)
+    _compile_errors.pop(what, None)
     return loaded
 
 
 def _compile_and_load(
-    kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device
+    kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
 ) -> Loaded:
     names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
     kinds = rows_of(kernel)
@@ -204,7 +219,7 @@ def _compile_and_load(
             parameters.check_arguments(entry, function.parameters, kernel.source, score_bytes, kinds)
         return Loaded(functions, (), built.seconds, built.cached, tuple(f.max_threads for f in functions))
     gpu = driver.device(device[1])
-    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders)
+    compiled = _compiled(kernel, arch_name(kernel, gpu.arch), dict(defines), folders, fast)
     for entry, made in zip(kernel.entries, compiled, strict=True):
         parameters.check_arguments(entry, nvrtc.parameters(made.ptx, entry.name), kernel.source, score_bytes, kinds)
     on_gpu = tuple(driver.CudaFunction(c.cubin, c.entry, gpu) for c in compiled)
@@ -212,9 +227,10 @@ def _compile_and_load(
 
 
 def _compiled(
-    kernel: Kernel, arch: str, defines: Mapping[str, object], folders: Sequence[Path] = ()
+    kernel: Kernel, arch: str, defines: Mapping[str, object], folders: Sequence[Path] = (), fast: bool = False
 ) -> tuple[Compiled, ...]:
-    return tuple(nvrtc.compile(kernel.source, entry.name, arch, defines, folders=folders) for entry in kernel.entries)
+    compile_entry = nvrtc.compile_fast if fast else nvrtc.compile
+    return tuple(compile_entry(kernel.source, entry.name, arch, defines, folders=folders) for entry in kernel.entries)
 
 
 @snippets.explaining

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..core.errors import DriverError, SandboxError, ToolchainMissing, UnsupportedProblem
+from ..core.errors import DriverError, NoFastCompilation, SandboxError, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -105,9 +105,11 @@ def sweep(
 
 
 def verify(
-    kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False
-) -> Result:
-    """One kernel on one case, compared with the reference. `report` adds NVRTC's resources, also without a GPU."""
+    kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False,
+    fast: bool = False,
+) -> Result:  # fmt: skip
+    """One kernel on one case, compared with the reference. `report` adds NVRTC's resources, also without a GPU. `fast`:
+    with the fast compilation on a GPU, and on either backend without times and resources; raises NoFastCompilation."""
     suite = suite_of(kernel)
     try:
         expected = suite.reference(case)
@@ -117,9 +119,11 @@ def verify(
     head = (kernel.name, case.name, problem, device[0])
     try:
         chosen = pipeline.tile_on(device, kernel, problem, tile)
-        done = trial.launch(kernel, chosen, problem, expected.inputs, device, repeats=repeats)
+        done = trial.launch(kernel, chosen, problem, expected.inputs, device, repeats=repeats, fast=fast)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
+    except NoFastCompilation:
+        raise
     except SandboxError as failure:
         return Result(*head, ok=False, message=str(failure), sanitize=isinstance(failure, DriverError))
     compiled, note = done.prepared.compiled, ""
@@ -132,22 +136,31 @@ def verify(
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
     stray = f"memory beside {', '.join(done.stray_writes)} was written" if done.stray_writes else ""
     flops = suite.flops(problem, expected.inputs) if device != HOST else 0
-    return Result(
+    result = Result(
         *head,
         ok=right and not done.stray_writes,
         tile=chosen,
-        arch=compiled[0].arch if compiled else "",
-        compile_seconds=compiled[0].seconds if compiled else done.prepared.seconds,
-        cached=compiled[0].cached if compiled else done.prepared.cached,
-        resources=Resources.worst(c.resources for c in compiled) if compiled else None,
         smem_dynamic=max(entry.smem_bytes(problem, chosen) for entry in kernel.entries),
         **vars(verdict),
-        seconds=done.seconds,
-        tflops=flops / done.seconds * 1e-12 if flops and done.seconds else None,
         message="; ".join(filter(None, (stray, note))),
         where=None if right else _where(suite, verdict.tensor, expected, done),
         sanitize=not right or bool(done.stray_writes),
     )
+    return result if fast else dataclasses.replace(result, **_measured(done, compiled, flops))
+
+
+def _measured(done: trial.Trial, compiled: Sequence[nvrtc.Compiled], flops: float) -> dict[str, Any]:
+    """The fields of Result with times and resources."""
+    tflops = flops / done.seconds * 1e-12 if flops and done.seconds else None
+    compilation = compiled[0] if compiled else done.prepared
+    return {
+        "arch": compiled[0].arch if compiled else "",
+        "compile_seconds": compilation.seconds,
+        "cached": compilation.cached,
+        "resources": Resources.worst(c.resources for c in compiled) if compiled else None,
+        "seconds": done.seconds,
+        "tflops": tflops,
+    }
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,13 @@ class Trial:
 
 
 def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Array], device: Device, *,
-           repeats: int = 1, before: Callable[[], None] = lambda: None) -> Trial:  # fmt: skip
+           repeats: int = 1, before: Callable[[], None] = lambda: None, fast: bool = False) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays; `inputs` by the names in the spec's `args`, including O for a backward.
 
     Before the launch every byte of the outputs, of guard memory around them, and of scratch is NaN. If an input has
     gaps between its rows, the rows of the outputs have gaps, too. `before` is called before each launch. `seconds` is
     the median of `repeats` launches after the first: GPU time between events, or wall-clock time on the CPU backend.
+    `fast`: as for `pipeline.load`; then `seconds` means nothing.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
     suite = suite_of(kernel)
@@ -56,13 +57,13 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
-        prepared = pipeline.prepare(kernel, tile, problem, views, device)
+        prepared = pipeline.prepare(kernel, tile, problem, views, device, fast=fast)
         seconds = _wall_clock(prepared, prepared.pointers(views), repeats, before)
     else:
         staged = {name: Staged(view, device) for name, view in views.items()}
         for copy in staged.values():
             copy.send()
-        prepared = pipeline.prepare(kernel, tile, problem, staged, device)
+        prepared = pipeline.prepare(kernel, tile, problem, staged, device, fast=fast)
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats, before)
         for name in outputs:
             staged[name].fetch()

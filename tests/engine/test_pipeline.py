@@ -1,22 +1,29 @@
-"""A source with a compile error is compiled again after an edit, in the same process, without a reload."""
+"""A source with a compile error is compiled again after an edit, in the same process, without a reload; the fast
+compilation."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sandbox.core import registry
-from sandbox.core.errors import CompileError
+from sandbox.core.errors import CompileError, NoFastCompilation
 from sandbox.core.kernel import Kernel
 from sandbox.cpu import compiler
 from sandbox.engine import pipeline
-from sandbox.launch.dlpack import HOST
+from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Problem
+from sandbox.toolchain import nvrtc
+from sandbox.toolchain.nvrtc import Compiled, Resources
+from sandbox.verify import check
+from sandbox.verify.cases import Case
 
 PROBLEM = Problem(1, 1, 8, 8, 8)
+COMPILED = Compiled("fwd_minimal", "sm_90a", b"", "", "", Resources(32, 0, 0, 0, 0), (), 0.1, False)
 
 
 @pytest.fixture
@@ -108,3 +115,51 @@ def test_a_source_that_is_missing_is_named(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises((CompileError, FileNotFoundError), match=r"gone\.cu"):
             load(gone)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A device for which kernels are compiled, but not loaded."""
+    gpu = SimpleNamespace(arch=(9, 0), name="fake", sm_count=132)
+    monkeypatch.setattr(pipeline.driver, "device", lambda *ordinal: gpu)
+    monkeypatch.setattr(pipeline.driver, "CudaFunction", lambda cubin, *where: cubin)
+    pipeline.forget()
+    yield ("cuda", 0)
+    pipeline.forget()
+
+
+def test_fast_and_full_compilation_are_separate(fake_gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    for name in ("compile", "compile_fast"):
+        monkeypatch.setattr(nvrtc, name, lambda *args, name=name, **kw: (used.append(name), COMPILED)[1])
+    kernel = registry.get("fwd_minimal")
+    monkeypatch.setattr(pipeline.parameters, "check_arguments", lambda *args: None)
+    for fast in (False, True, True, False):
+        pipeline.load(kernel, kernel.tiles[0], PROBLEM, fake_gpu, fast)
+    assert used == ["compile", "compile_fast"]
+
+
+@pytest.mark.parametrize(("registers", "launchable"), [(168, True), (176, False)])
+def test_too_many_registers_need_the_full_compilation(
+    registers: int, launchable: bool, fake_gpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65536 registers: at most 168 for each of 384 threads."""
+    resources = dataclasses.replace(COMPILED.resources, registers=registers)
+    made = dataclasses.replace(COMPILED, resources=resources)
+    monkeypatch.setattr(nvrtc, "compile_fast", lambda *args, **kw: made)
+    monkeypatch.setattr(pipeline.parameters, "check_arguments", lambda *args: None)
+    kernel = dataclasses.replace(registry.get("fwd_minimal"), block=lambda tile: (384, 1, 1))
+    if launchable:
+        assert pipeline.load(kernel, kernel.tiles[0], PROBLEM, fake_gpu, fast=True).functions
+    else:
+        with pytest.raises(NoFastCompilation, match=r"fwd_minimal cannot be launched .*: 176 registers, 384 threads"):
+            pipeline.load(kernel, kernel.tiles[0], PROBLEM, fake_gpu, fast=True)
+
+
+def test_a_fast_compilation_has_no_figures() -> None:
+    """Neither times nor registers, on either backend."""
+    case = Case("small", Problem(1, 1, 8, 8, 16, dtype="float16"))
+    fast, full = (check.verify(registry.get("fwd_minimal"), case, HOST, report=True, fast=f) for f in (True, False))
+    assert (fast.ok, fast.error, fast.smem_dynamic) == (True, full.error, full.smem_dynamic)
+    assert (fast.seconds, fast.tflops, fast.resources, fast.compile_seconds) == (None,) * 4
+    assert full.seconds > 0

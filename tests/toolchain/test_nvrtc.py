@@ -11,7 +11,13 @@ import cuda.pathfinder
 import pytest
 
 import sandbox
-from sandbox.core.errors import CompileError, SandboxError, ToolchainMissing, UnsupportedProblem
+from sandbox.core.errors import (
+    CompileError,
+    NoFastCompilation,
+    SandboxError,
+    ToolchainMissing,
+    UnsupportedProblem,
+)
 from sandbox.toolchain import cache, nvrtc, sources
 
 SCALE = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }\n'
@@ -453,3 +459,38 @@ def test_nvrtc_searches_only_the_folders_of_the_scan(write) -> None:
         write(f"{line}\n#define A 1\n", "sub/a.cuh")
         with pytest.raises(CompileError, match="cannot open source file"):
             nvrtc.compile(source, "k", "sm_90a")
+
+
+needs_fast = pytest.mark.skipif(not nvrtc._has_fast_compilation(), reason="this NVRTC has no fast compilation")
+
+
+@needs_fast
+def test_the_fast_compilation(write) -> None:
+    """Another cubin, under its own key in the cache."""
+    source, defines = write(SPILLS), {"BOUNDS": "__launch_bounds__(1024)"}
+    full = nvrtc.compile(source, "spills", "sm_90a", defines)
+    fast = nvrtc.compile_fast(source, "spills", "sm_90a", defines)
+    assert "--Ofast-compile=mid" in fast.options
+    assert not fast.cached
+    assert fast.cubin != full.cubin
+    assert nvrtc.compile_fast(source, "spills", "sm_90a", defines).cached
+    assert nvrtc.compile(source, "spills", "sm_90a", defines).cubin == full.cubin
+
+
+@needs_fast
+def test_setmaxnreg_needs_the_full_compilation(write) -> None:
+    """The fast one ignores it."""
+    source = write('extern "C" __global__ void k() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }')
+    with pytest.raises(NoFastCompilation, match=r"^k uses setmaxnreg, which --Ofast-compile=mid ignores"):
+        nvrtc.compile_fast(source, "k", "sm_90a")
+
+
+def test_an_nvrtc_without_the_option(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of CUDA 12."""
+    monkeypatch.setattr(nvrtc, "_FAST", "--no-such-option")
+    nvrtc._has_fast_compilation.cache_clear()
+    try:
+        with pytest.raises(NoFastCompilation, match="has no option --no-such-option"):
+            nvrtc.compile_fast(write(SCALE), "scale", "sm_90a", {"FACTOR": 2})
+    finally:
+        nvrtc._has_fast_compilation.cache_clear()
