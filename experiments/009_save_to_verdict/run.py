@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -14,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sandbox.bench import environment
-from sandbox.core import jsonl
+from sandbox.core import jsonl, process
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -40,9 +42,19 @@ class Watched:
 
     def save(self, text: str) -> dict[str, Any]:
         """The result, with the seconds from this save to its arrival here."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self._cpu_seconds()
         self.source.write_text(text)
-        return {**self.verdict(), "waited": time.perf_counter() - start}
+        verdict = self.verdict()
+        return {**verdict, "waited": time.perf_counter() - start, "cpu": self._cpu_seconds() - before}
+
+    def _cpu_seconds(self) -> float:
+        """User and system time of all processes, also of those that have ended."""
+        ticks = 0
+        for pid in (self.process.pid, *process.descendants(self.process.pid)):
+            with suppress(OSError):  # it has ended meanwhile
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of its children that have ended
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure(kernel: str, backend: str, saves: int) -> Iterator[dict[str, Any]]:
@@ -53,15 +65,17 @@ def measure(kernel: str, backend: str, saves: int) -> Iterator[dict[str, Any]]:
             shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
         watched = Watched(project, kernel, backend)
         watched.verdict()
-        text = watched.source.read_text()
-        seen = [watched.save(f"{text}// {time.time_ns()}\n") for _ in range(saves)]
-        yield row(kernel, "a correct version", seen)
+        original = watched.source.read_text()
+        edited = [f"{original}constexpr long edit = {time.time_ns()};\n" for _ in range(saves)]
+        yield row(kernel, "a correct version", [watched.save(text) for text in edited])
+        text = edited[-1]
+        yield row(kernel, "a comment", [watched.save(f"// {n}\n{text}") for n in range(saves)])
         yield row(kernel, "a version that does not compile", [watched.save(f"{text}x {n}") for n in range(saves)])
         if backend == "cuda":
             after = []
             for n in range(saves):
                 assert watched.save(text.replace(ENTRY, HANG + ENTRY, 1))["found"]["stage"] == "hang"
-                after.append(watched.save(f"{text}// back {n} {time.time_ns()}\n"))
+                after.append(watched.save(f"{text}constexpr int back = {n};\n"))
             yield row(kernel, "a correct version, saved when a hang is reported", after)
         watched.process.terminate()
 
@@ -69,14 +83,20 @@ def measure(kernel: str, backend: str, saves: int) -> Iterator[dict[str, Any]]:
 def row(kernel: str, what: str, seen: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians, in seconds."""
     stages = {verdict["found"]["stage"] for verdict in seen}
+    medians = {
+        "waited": [verdict["waited"] for verdict in seen],  # until the complete result
+        "verdict": [verdict["latency"] for verdict in seen],  # until it is shown
+        "compiling": [verdict["found"]["compiling"] for verdict in seen],
+        "cpu": [verdict["cpu"] for verdict in seen],  # user and system time of all processes, until the complete result
+    }
     return {
         "kernel": kernel,
         "what": what,
         "stage": stages.pop() if len(stages) == 1 else sorted(stages),
-        "waited": statistics.median(verdict["waited"] for verdict in seen),  # until the complete result
-        "verdict": statistics.median(verdict["latency"] for verdict in seen),  # until it is shown
-        "slowest": max(verdict["waited"] for verdict in seen),
-        "compiling": statistics.median(verdict["found"]["compiling"] for verdict in seen),
+        **{name: statistics.median(values) for name, values in medians.items()},
+        "slowest": max(medians["waited"]),
+        "load": os.getloadavg()[0],  # processes that want a core, of this program and of others
+        "cores": len(os.sched_getaffinity(0)),
         "saves": len(seen),
     }
 
@@ -85,11 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--saves", type=int, default=7)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS)
     options = parser.parse_args()
     about = {"backend": options.backend, **environment.describe()}
-    for kernel in KERNELS:
+    for kernel in options.kernels:
         for found in measure(kernel, options.backend, options.saves):
-            times = (f"{name} {found[name]:5.2f} s" for name in ("verdict", "compiling", "waited"))
+            times = (f"{name} {found[name]:5.2f} s" for name in ("verdict", "compiling", "waited", "cpu"))
             print(f"{kernel:12} {found['what']:52}", *times, flush=True)
             jsonl.append(HERE / "results.jsonl", {**found, **about})
 

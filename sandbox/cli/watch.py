@@ -99,8 +99,8 @@ def _follow(kernel: Kernel, job: Job, once: bool, as_json: bool) -> bool:
                     status.update(Text(f"examining {kernel.name}"))
                     status.start()
                 continue
-            if now.found.counting and (as_json or once or not console.is_terminal):
-                continue  # instruction counts are pending; print this version once, when complete
+            if now.found.pending and (as_json or once or not console.is_terminal):
+                continue  # print this version once, when complete
             status.stop()
             ok = now.found.ok
             if as_json:

@@ -90,13 +90,14 @@ def _left(process: subprocess.Popen[bytes], deadline: float | None) -> float | N
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With its descendants, which would otherwise go on printing: a checker runs the kernel in a child of its own. They
     are no process group, since ending the group of this process should end them, too."""
-    for pid in [*_descendants(process.pid)]:
+    for pid in [*descendants(process.pid)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.kill()
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """The processes that a process has started, directly or indirectly, and that still exist."""
     children = defaultdict(list)
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile

@@ -5,16 +5,18 @@ Runs in a worker process, because the kernel may hang or crash. Its results can 
 
 from __future__ import annotations
 
+import fcntl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..core import registry
 from ..core.errors import (
     CompileError,
+    NoFastCompilation,
     SandboxError,
     SpecError,
     ToolchainMissing,
@@ -46,6 +48,7 @@ from .job import Job, quick_cases, tile_case
 T = TypeVar("T")
 Opcodes = dict[str, int]
 COMPILE_SECONDS = 300.0  # time limit of compiling; a run has the job's limit
+COUNTING = "counting its instructions"
 REPEATS = 20  # timed launches on a GPU
 _LARGE_TILE_SECONDS = 60.0  # time limit of a large tile under a sanitizer; hangs have been found earlier
 _QUICK_TOOLS = ("address", "thread")
@@ -80,9 +83,28 @@ def examine(job: Job | None, report_stage: ReportStage) -> tuple[VersionResult |
     if job is None:
         report_stage("counting instructions", COMPILE_SECONDS)
         return _counted(), True
+    return _reported(_examine, job, report_stage), device_usable(job.device)
+
+
+def first_verdict(job: Job, report_stage: ReportStage) -> tuple[VersionResult | None, bool]:
+    """As `examine`, but only whether the results are correct: with the fast compilation on a GPU, without sanitizers on
+    the CPU backend, without figures. None if there is no fast compilation for this kernel."""
+    try:
+        found = _reported(_verify_first, job, report_stage)
+    except NoFastCompilation:
+        found = None
+    return found, device_usable(job.device)
+
+
+def _reported(
+    work: Callable[[Job, ReportStage], VersionResult], job: Job, report_stage: ReportStage
+) -> VersionResult:  # fmt: skip
+    """The result of `work`, also if it raises an exception other than NoFastCompilation."""
     started = time.perf_counter()
     try:
-        found = _examine(job, report_stage)
+        found = work(job, report_stage)
+    except NoFastCompilation:
+        raise
     except CompileError as error:
         found = VersionResult("compile", without_options(str(error)))
     except SpecError as error:
@@ -93,10 +115,24 @@ def examine(job: Job | None, report_stage: ReportStage) -> tuple[VersionResult |
         found = VersionResult("run", str(error))
     except Exception as error:  # a spec may raise anything
         found = VersionResult("spec", f"{type(error).__name__}: {error}")
-    return replace(found, seconds=time.perf_counter() - started), device_usable(job.device)
+    return replace(found, seconds=time.perf_counter() - started)
 
 
-def _examine(job: Job, report_stage: ReportStage) -> VersionResult:
+_Trials = Sequence[tuple[Case, Tile | None]]
+
+
+class _Plan(NamedTuple):
+    """What to run of a version: cases with their tiles, the `new` ones among them; notes on tiles that cannot run."""
+
+    kernel: Kernel
+    trials: _Trials
+    new: list[Tile]
+    setting: str
+    notes: list[str]
+
+
+def _plan(job: Job, report_stage: ReportStage) -> _Plan:
+    """Reads the version's spec."""
     report_stage("reading the spec", job.seconds)
     registry.forget()
     pipeline.forget()
@@ -105,6 +141,23 @@ def _examine(job: Job, report_stage: ReportStage) -> VersionResult:
     setting = f"{_device_name(job.device)}: {cases[0].problem}"
     new, unsupported = _new_tiles(kernel, job)
     trials = [(case, job.tile) for case in cases] + [(tile_case(kernel, tile), tile) for tile in new]
+    return _Plan(kernel, trials, new, setting, unsupported)
+
+
+def _verify_first(job: Job, report_stage: ReportStage) -> VersionResult:
+    kernel, trials, _, setting, notes = _plan(job, report_stage)
+    report_stage("compiling", COMPILE_SECONDS)
+    started = time.perf_counter()
+    with ThreadPoolExecutor() as pool:  # compile in parallel
+        variants = _variants(kernel, trials, job)
+        _all([pool.submit(pipeline.load, kernel, tile, p, job.device, True) for p, tile in variants])
+    compiling = time.perf_counter() - started
+    results = _verify(kernel, trials, job, report_stage, fast=True)
+    return VersionResult(*_verdict((), results), results, setting=setting, notes=tuple(notes), compiling=compiling)
+
+
+def _examine(job: Job, report_stage: ReportStage) -> VersionResult:
+    kernel, trials, new, setting, unsupported = _plan(job, report_stage)
     report_stage("compiling", COMPILE_SECONDS)
     with ThreadPoolExecutor() as pool:  # compile in parallel
         started = time.perf_counter()
@@ -126,11 +179,11 @@ def _examine(job: Job, report_stage: ReportStage) -> VersionResult:
         report_stage("running the shipped tiles under sanitizers", COMPILE_SECONDS)
         findings += _collect(shipped)[0]
         stage, message = _verdict(findings, results)
-        counting = _counts is not None and not _counts.done()
-        if cost and not counting:
+        pending = COUNTING if _counts is not None and not _counts.done() else ""
+        if cost and not pending:
             cost = replace(cost, opcodes=_counted())
         return VersionResult(
-            stage, message, results, findings, cost, setting, tuple(notes), compiling=compiling, counting=counting
+            stage, message, results, findings, cost, setting, tuple(notes), compiling=compiling, pending=pending
         )
 
 
@@ -158,9 +211,18 @@ def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tupl
     return ("ok", "") if any(r.ok for r in results) else ("refused", results[0].message)
 
 
-def _compile(
-    kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, pool: ThreadPoolExecutor
-) -> tuple[Cost | None, list[str]]:
+def _variants(kernel: Kernel, trials: _Trials, job: Job) -> list[tuple[Problem, Tile]]:
+    """One problem and tile for each binary that the trials need."""
+    arch = pipeline.arch_of(job.device)
+    found: dict[tuple, tuple[Problem, Tile]] = {}
+    for p, wanted in ((case.problem, tile) for case, tile in trials):
+        if not kernel.why_unsupported(p, arch):
+            tile = pipeline.tile_on(job.device, kernel, p, wanted)
+            found.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
+    return [*found.values()]
+
+
+def _compile(kernel: Kernel, trials: _Trials, job: Job, pool: ThreadPoolExecutor) -> tuple[Cost | None, list[str]]:
     """Compiles every binary that the trials need. NVRTC compiles all variants first, also on the CPU backend, because
     it decides for the GPU, and one variant may spill where another does not. The instructions of the first variant are
     counted in the background.
@@ -170,19 +232,15 @@ def _compile(
     global _counts  # noqa: PLW0603
     _counts = None
     arch, notes = pipeline.arch_of(job.device), []
-    variants: dict[tuple, tuple[Problem, Tile]] = {}
-    for p, wanted in ((case.problem, tile) for case, tile in trials):
-        if not kernel.why_unsupported(p, arch):
-            tile = pipeline.tile_on(job.device, kernel, p, wanted)
-            variants.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
+    variants = _variants(kernel, trials, job)
     target = pipeline.DEFAULT_ARCH if arch is None else pipeline.arch_name(kernel, arch)
     try:
         nvrtc.version()
-        for_gpu = [*variants.values()]
+        for_gpu = variants
     except ToolchainMissing as missing:
         for_gpu, notes = [], [str(missing).splitlines()[0]]
     cubins = [pool.submit(pipeline.compile_problem, kernel, p, t, target) for p, t in for_gpu]
-    on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants.values()]
+    on_host = [] if arch else [pool.submit(pipeline.load, kernel, t, p, HOST) for p, t in variants]
     if for_gpu:
         _counts = _disassembler.submit(_opcodes, cubins[0])
     compiled = _all(cubins)
@@ -262,19 +320,32 @@ def _collect(pending: _PendingInspections) -> tuple[tuple[Finding, ...], list[st
 
 
 def _verify(
-    kernel: Kernel, trials: Sequence[tuple[Case, Tile | None]], job: Job, report_stage: ReportStage
+    kernel: Kernel, trials: _Trials, job: Job, report_stage: ReportStage, *, fast: bool = False
 ) -> tuple[Result, ...]:
-    """Verifies every case, up to the first that fails to run."""
+    """Verifies every case, up to the first that fails to run. `fast`: as for `check.verify`."""
     results = []
-    for i, (case, tile) in enumerate(trials):
-        report_stage(f"preparing {case.problem}", COMPILE_SECONDS)
-        suite_of(kernel).reference(case)
-        report_stage(f"running {case.problem}", job.seconds)
-        repeats = REPEATS if i == 0 and job.device != HOST else 1
-        results.append(check.verify(kernel, case, job.device, tile, repeats=repeats))
-        if results[-1].ok is False and results[-1].error is None:
-            break
+    report_stage("waiting for the GPU", COMPILE_SECONDS)
+    with _turn(job):
+        for i, (case, tile) in enumerate(trials):
+            report_stage(f"preparing {case.problem}", COMPILE_SECONDS)
+            suite_of(kernel).reference(case)
+            report_stage(f"running {case.problem}", job.seconds)
+            repeats = REPEATS if i == 0 and job.device != HOST and not fast else 1
+            results.append(check.verify(kernel, case, job.device, tile, repeats=repeats, fast=fast))
+            if results[-1].ok is False and results[-1].error is None:
+                break
     return tuple(results)
+
+
+@contextmanager
+def _turn(job: Job) -> Iterator[None]:
+    """Waits until no other worker uses the GPU. The lock of a process that has ended is free."""
+    if not job.turn:
+        yield
+        return
+    with job.turn.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _all(futures: Iterable[Future[T]]) -> list[T]:

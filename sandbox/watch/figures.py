@@ -45,7 +45,7 @@ class VersionResult:
     output: str = ""  # what the kernel printed
     seconds: float = 0.0
     compiling: float = 0.0  # part of `seconds`
-    counting: bool = False  # True: instructions are still being counted (`examine` with the job None returns them)
+    pending: str = ""  # what is still being done for this version; "" if the result is complete
 
     @property
     def ok(self) -> bool:

@@ -6,6 +6,7 @@ under its digest, in the first version that has it. Several processes may watch 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import os
@@ -66,6 +67,31 @@ def unreadable(kernel: Kernel) -> str:
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
     return ""
+
+
+def code_digest(kernel: Kernel, texts: Texts) -> str:
+    """Equal for two versions whose code differs only in comments, empty lines and the layout of the spec. All bytes of
+    the other kernels count, which may run before this one, such as the preprocess kernel of a backward."""
+    digest = hashlib.sha256()
+    for path, text in sorted(texts.items()):
+        digest.update(path.encode() + b"\0" + (_spec_code(text) if path.endswith(".py") else _cuda_code(text)))
+    for file in sorted(kernel.source.parent.iterdir()):
+        with suppress(OSError):
+            if file.suffix in (".cu", ".py") and file not in _own_files(kernel):
+                stat = file.stat()
+                digest.update(f"{file.name} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _cuda_code(text: str) -> bytes:
+    return sources.without_lines(as_bytes(text))
+
+
+def _spec_code(text: str) -> bytes:
+    try:
+        return ast.dump(ast.parse(text)).encode()
+    except (SyntaxError, ValueError):
+        return as_bytes(text)
 
 
 class History:

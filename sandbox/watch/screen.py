@@ -67,7 +67,7 @@ def screen(now: Iteration) -> RenderableType:
         last = now.found.output.strip().splitlines()[-10:]
         parts += [Text("the kernel printed", "bold"), Text("\n".join(last)), ""]
     parts += [Text(f"note: {note}", "yellow") for note in now.found.notes]
-    parts += [Text("counting its instructions", "dim")] if now.found.counting else []
+    parts += [Text(now.found.pending, "dim")] if now.found.pending else []
     return Group(*parts)
 
 
@@ -76,6 +76,8 @@ def _headline(now: Iteration) -> Text:
     # Sanitizer findings have their own problem; then the setting is shown above the figures.
     about = f"\n{now.found.setting}" if now.found.setting and not now.found.findings else ""
     compiling = f", {si_time(now.found.compiling)} of it compiling" if now.found.compiling else ""
+    if now.elapsed > now.latency:  # the verdict came first
+        compiling = f", complete after {si_time(now.elapsed)}"
     name = f"{now.kernel} #{now.number}" if now.number else now.kernel
     return Text.assemble((name, "bold"), "  ", (word, style),
                          f"  {si_time(now.latency)}{compiling}", (about, "dim"))  # fmt: skip

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from ..core import registry
 from ..core.errors import ToolchainMissing
 from ..core.kernel import Kernel
-from ..jobs.worker import Worker, WorkerDied
+from ..jobs.worker import Work, Worker, WorkerDied
+from ..launch.dlpack import HOST
 from . import examine
 from .figures import VersionResult, figures
-from .history import History, Texts, Version, read_texts, unreadable
+from .history import History, Texts, Version, code_digest, read_texts, unreadable
 from .job import Job
 
 _DEBOUNCE_MS = 20  # an editor's save is several events
 _START_MS = 200  # time for the library to start
+_HEAD_START_SECONDS = 3.0  # of the first verdict on the CPU backend; a kernel that hangs delays the sanitizers by this
+_POLL_SECONDS = 0.2  # between two checks whether there is a new version
+_PENDING = {
+    True: "running the sanitizers, and compiling for a GPU",
+    False: "compiling with full optimisation, for registers, spills and time",
+}
+_LINE = re.compile(r"\.cuh?:\d")
+_SAME_CODE = "the code is that of"
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """A version and its result. `latency`: seconds from the save (or the start) to this verdict. `previous`: the latest
-    correct version before it; `best`: the best one before it; both on the same device and problem.
+    """A version and its result. `latency`: seconds from the save (or the start) to its verdict; `elapsed`: to this
+    result, which may have been preceded by a first verdict. `previous`: the latest correct version before it; `best`:
+    the best one before it; both on the same device and problem.
 
-    `number` is 0 for a verdict before the version is recorded, while its instructions are counted."""
+    `number` is 0 for a verdict before the version is recorded, while `found.pending` is being done."""
 
     number: int
     kernel: str
@@ -36,17 +49,18 @@ class Iteration:
     latency: float
     previous: Version | None = None
     best: Version | None = None
+    elapsed: float = 0.0
 
 
 def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteration | None, None, None]:
     """Examine the kernel now, and again after every save of its `.cu`, its spec or a header, until closed.
 
-    Yields None when it detects a save, and then the verdict. If the instructions are not counted yet, it yields the
-    verdict immediately, and again with the counts. Raises ToolchainMissing without the watchfiles package, unless
-    `once`.
+    Yields None when it detects a save, then the verdict, then the complete result, with sanitizers, registers, times
+    and instruction counts; with `once` no separate verdict. A version whose code is that of the last correct one gets
+    its result. Raises ToolchainMissing without the watchfiles package, unless `once`.
     """
-    history = History(kernel)
-    with closing(Worker(examine.examine, partial(examine.prepare, job))) as worker:
+    history, known = History(kernel), _Known()
+    with closing(_Examiners(job, not once)) as examiners:
         saved_again = iter(()) if once else saves(kernel.source.parent)  # created now, so that no save is missed
         seen: Texts | str | None = None  # the latest texts, or the reason why they could not be read
         while True:
@@ -58,16 +72,104 @@ def watch(kernel: Kernel, job: Job, *, once: bool = False) -> Generator[Iteratio
                 saved = _saved_at(kernel, texts) if seen is not None else time.time()
                 seen = texts
                 yield None
-                found = _examined(worker, job)
-                latency = time.time() - saved
-                if read_texts(kernel) == texts:  # otherwise the result may be of another text, and a save is pending
-                    if found.counting:
-                        yield _compared(history, 0, found, latency)
-                        found = _with_counts(worker, found)
-                    yield _recorded(history, texts, found, latency)
+                yield from _iterations(history, texts, saved, examiners, known)
             if once:
                 return
             next(saved_again)
+
+
+def _iterations(
+    history: History, texts: Texts, saved: float, examiners: _Examiners, known: _Known
+) -> Iterator[Iteration]:
+    """The results of one version, until it is replaced by another."""
+    kernel, code, stage, latency = history.kernel, code_digest(history.kernel, texts), "", 0.0
+    unchanged = lambda: read_texts(kernel) == texts  # noqa: E731
+    for found in known.result(code) or examiners.results(unchanged):
+        elapsed = time.time() - saved
+        if found.stage != stage:
+            stage, latency = found.stage, elapsed
+        if not unchanged():  # the result may be of another text, and a save is pending
+            continue
+        if found.pending:
+            yield _compared(history, 0, found, latency, elapsed)
+        else:
+            now = _recorded(history, texts, found, latency, elapsed)
+            known.keep(code, now)
+            yield now
+
+
+class _Known:
+    """The last correct version. A later version with the same code has its result; nothing is compiled."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, Iteration] | None = None
+
+    def keep(self, code: str, now: Iteration) -> None:
+        """Keeps a result, unless it is not correct or names lines, which may move without a change of the code."""
+        if now.found.ok and not any(_LINE.search(note) for note in now.found.notes):
+            self._last = code, now
+
+    def result(self, code: str) -> list[VersionResult]:
+        """The result of that code, if it is known."""
+        if not self._last or self._last[0] != code:
+            return []
+        number, found = self._last[1].number, self._last[1].found
+        notes = [note for note in found.notes if not note.startswith(_SAME_CODE)]
+        return [replace(found, notes=(*notes, f"{_SAME_CODE} #{number}: this is its result"), seconds=0, compiling=0)]
+
+
+class _Examiners:
+    """Two worker processes: one for first verdicts, one for complete results."""
+
+    def __init__(self, job: Job, first: bool):
+        self._turn = NamedTemporaryFile(prefix="sandbox-watch-") if first and job.device != HOST else None  # noqa: SIM115
+        self._job = replace(job, turn=Path(self._turn.name)) if self._turn else job
+        self._threads = ThreadPoolExecutor(2)
+        self._complete = self._worker(examine.examine)
+        self._first = self._worker(examine.first_verdict) if first else None
+
+    def _worker(self, work: Work) -> Worker:
+        return Worker(work, partial(examine.prepare, self._job))
+
+    def results(self, unchanged: Callable[[], bool]) -> Iterator[VersionResult]:
+        """The first verdict, unless the complete result precedes it, then the complete result. When `unchanged` returns
+        False, the complete examination is abandoned.
+
+        On a GPU both compile at the same time, with little and with full optimisation. On the CPU backend the cores are
+        free for the first verdict; then the sanitizers run."""
+        first = self._threads.submit(_examined, self._first, self._job) if self._first else None
+        if first and self._job.device == HOST:
+            wait([first], _HEAD_START_SECONDS)
+        complete = self._threads.submit(_examined, self._complete, self._job)
+        while not complete.done():
+            if first and first.done():
+                if verdict := first.result():
+                    yield replace(verdict, pending=_PENDING[self._job.device == HOST])
+                first = None
+            if not first and not unchanged():
+                self._complete.close()
+                complete.exception()
+                self._complete = self._worker(examine.examine)
+                return
+            wait([first, complete] if first else [complete], _POLL_SECONDS, FIRST_COMPLETED)
+        if not (found := complete.result()):
+            return
+        if found.pending:
+            yield found
+            found = _with_counts(self._complete, found)
+        if self._first and (found.findings or (first and not first.done())):
+            # It may still run, or a store out of bounds may have changed its memory.
+            self._first.close()
+            self._first = self._worker(examine.first_verdict)
+        yield found
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in filter(None, (self._first, self._complete)):
+            worker.close()
+        self._threads.shutdown()
+        if self._turn:
+            self._turn.close()
 
 
 def saves(folder: Path) -> Iterator[None]:
@@ -85,11 +187,11 @@ def saves(folder: Path) -> Iterator[None]:
     return (None for changed in events if changed)
 
 
-def _examined(worker: Worker, job: Job) -> VersionResult:
+def _examined(worker: Worker, job: Job) -> VersionResult | None:
     started = time.perf_counter()
     try:
         found, printed = worker.do(job)
-        return replace(found, output=printed)
+        return replace(found, output=printed) if found else None
     except WorkerDied as death:
         stage = "hang" if death.hung else "crash"
         message = f"{death} while {death.stage}" + ("; --timeout allows more" if death.hung else "")
@@ -103,23 +205,23 @@ def _with_counts(worker: Worker, found: VersionResult) -> VersionResult:
     except WorkerDied:
         opcodes = {}
     cost = replace(found.cost, opcodes=opcodes) if found.cost else None
-    return replace(found, cost=cost, counting=False)
+    return replace(found, cost=cost, pending="")
 
 
-def _recorded(history: History, texts: Texts, found: VersionResult, latency: float) -> Iteration:
+def _recorded(history: History, texts: Texts, found: VersionResult, latency: float, elapsed: float) -> Iteration:
     version = history.append(
         texts, ok=found.ok, stage=found.stage, message=found.message, setting=found.setting, figures=figures(found)
     )
-    return _compared(history, version.number, found, latency)
+    return _compared(history, version.number, found, latency, elapsed)
 
 
-def _compared(history: History, number: int, found: VersionResult, latency: float) -> Iteration:
+def _compared(history: History, number: int, found: VersionResult, latency: float, elapsed: float) -> Iteration:
     """The result of a version with the earlier versions to compare; with number 0, all versions are earlier."""
     comparable = [v for v in history.versions() if v.ok and v.setting == found.setting]
     earlier = [v for v in comparable if not number or v.number < number]
     best = min(earlier, key=_rank, default=None)
     previous = earlier[-1] if earlier else None
-    return Iteration(number, history.kernel.name, found, figures(found), latency, previous, best)
+    return Iteration(number, history.kernel.name, found, figures(found), latency, previous, best, elapsed)
 
 
 def _rank(version: Version) -> tuple[float, ...]:

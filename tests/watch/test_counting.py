@@ -26,7 +26,7 @@ from sandbox.watch.job import Job
 
 RESULT = Result("fwd_minimal", "plain", Problem(1, 1, 1, 1, 64), "cuda", True, error=1.0, bound=2.0)
 COST = Cost("sm_90a", Tile(BLOCK_M=64), Resources(168, 0, 64, 0, 0), 81920, Occupancy(2, 0.125, "registers"), {})
-FOUND = VersionResult("ok", results=(RESULT,), cost=COST, counting=True)
+FOUND = VersionResult("ok", results=(RESULT,), cost=COST, pending="counting its instructions")
 
 
 def test_the_worker_answers_before_it_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +52,11 @@ def test_the_worker_answers_before_it_has_counted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(examine.pipeline, "load", lambda *args: None)
     job, at = Job("fwd_minimal", HOST, Problem(1, 1, 64, 64, 64, dtype="float16")), lambda stage, limit: None
     found, _ = examine.examine(job, at)
-    assert (found.stage, found.counting, found.cost.opcodes) == ("ok", True, {})
+    assert (found.stage, found.pending, found.cost.opcodes) == ("ok", "counting its instructions", {})
     free.set()
     assert examine.examine(None, at) == ({"HMMA": 3}, True)
     found, _ = examine.examine(job, at)
-    assert (found.counting, found.cost.opcodes) == (False, {"HMMA": 3})
+    assert (found.pending, found.cost.opcodes) == ("", {"HMMA": 3})
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -74,9 +74,9 @@ def test_a_verdict_twice(dies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     kernel = registry.get("fwd_minimal")
     begun, first, last = session.watch(kernel, Job(kernel.name, HOST), once=True)
     assert begun is None
-    assert (first.number, first.found.counting, "instructions" in first.figures) == (0, True, False)
-    assert (last.number, last.found.counting, last.figures.get("instructions")) == (1, False, None if dies else 7.0)
+    assert (first.number, bool(first.found.pending), "instructions" in first.figures) == (0, True, False)
+    assert (last.number, last.found.pending, last.figures.get("instructions")) == (1, "", None if dies else 7.0)
     assert first.latency == last.latency
-    assert dataclasses.replace(first.found, counting=False, cost=None) == dataclasses.replace(last.found, cost=None)
+    assert dataclasses.replace(first.found, pending="", cost=None) == dataclasses.replace(last.found, cost=None)
     (version,) = History(kernel, tmp_path).versions()
     assert version.figures == last.figures

@@ -134,10 +134,20 @@ def test_the_history_names_the_first_error() -> None:
     assert lines[3].strip() == "kernels_cu/mine.cu(3): error: no"
 
 
+def test_a_result_that_follows_its_verdict() -> None:
+    for elapsed, said in ((0.9, "ok  900 ms, 500 ms of it compiling"), (2.5, "ok  900 ms, complete after 2.5 s")):
+        found = dataclasses.replace(GOOD, compiling=0.5)
+        now = Iteration(3, "fwd_mma", found, figures(found), 0.9, elapsed=elapsed)
+        console = Console(width=80)
+        with console.capture() as capture:
+            console.print(watch_report.screen(now))
+        assert capture.get().splitlines()[0].strip() == f"fwd_mma #3  {said}"
+
+
 def test_a_verdict_without_its_number() -> None:
     """While instructions are counted, everything else is shown."""
     console = Console(width=80, force_terminal=True)
-    found = dataclasses.replace(GOOD, cost=dataclasses.replace(COST, opcodes={}), counting=True)
+    found = dataclasses.replace(GOOD, cost=dataclasses.replace(COST, opcodes={}), pending="counting its instructions")
     with console.capture() as capture:
         console.print(watch_report.screen(Iteration(0, "fwd_mma", found, figures(found), 0.9)))
     shown = plain(capture.get())
