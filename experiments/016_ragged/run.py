@@ -28,6 +28,8 @@ def measure() -> int:
     for computes, kernel in KERNELS.items():
         options = [
             kernel,
+            "--sample",
+            "0",
             "--grid",
             "ragged",
             "--dtype",

@@ -27,8 +27,12 @@ Row = Mapping[str, Any]
 
 def parts() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     """(part, file for the rows, options of `bench`)."""
-    yield "grid", ROWS, (*KERNELS, "--grid", "decode", "--dtype", "bfloat16", "--peers", f"sdpa-cudnn,{PACKAGES}")
-    options = ("--grid", "decode", "--dtype", "float8_e4m3", "--peers", "none")
+    yield (
+        "grid",
+        ROWS,
+        (*KERNELS, "--grid", "decode", "--sample", "0", "--dtype", "bfloat16", "--peers", f"sdpa-cudnn,{PACKAGES}"),
+    )
+    options = ("--grid", "decode", "--sample", "0", "--dtype", "float8_e4m3", "--peers", "none")
     yield "float8", ROWS, ("fwd_decode", "fwd_wgmma_fp8", *options)
     shapes = [f"--shape={B},32/8,{Sq},8192,128" for B in (1, 16) for Sq in LENGTHS]
     options = ("--causal", "--dtype", "bfloat16", "--peers", "none")

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..core.errors import GpuUnavailable, SandboxError, ToolchainMissing, UnsupportedProblem
@@ -108,13 +109,15 @@ def run(
     mode: str = "events",
     limits: Limits | None = None,
     seed: int = 0,
+    labels: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Row]:
     """Times every kernel (with each of `tiles`, or with its best tile) and every peer on every problem, on GPU 0.
 
     computes: "forward" or "backward"; all `kernels` must compute it. mode "events" times single launches after an L2
-    flush; "graph" times many launches in a CUDA graph, without host time and without a flush. The rows of one problem
-    are consecutive. Raises GpuUnavailable, ToolchainMissing without PyTorch, SandboxError if a contender's error has
-    destroyed the CUDA context, so that the run cannot continue.
+    flush; "graph" times many launches in a CUDA graph, without host time and without a flush. `seed`: of the inputs;
+    `labels`: further values of each row. The rows of one problem are consecutive. Raises GpuUnavailable,
+    ToolchainMissing without PyTorch, SandboxError if a contender's error has destroyed the CUDA context, so that the
+    run cannot continue.
     """
     need_gpu()
     kernels = list(kernels)
@@ -124,7 +127,7 @@ def run(
         )
     others = map(backward, peers) if computes == "backward" else peers
     contenders = {contender.name: contender for contender in (*kernel_contenders(kernels, tiles), *others)}
-    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed)
+    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed, labels)
 
 
 def need_gpu() -> None:
@@ -162,11 +165,12 @@ def unmeasured(
 
 
 def _measured(
-    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int
-) -> Iterator[Row]:
+    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int,
+    labels: Mapping[str, Any],
+) -> Iterator[Row]:  # fmt: skip
     def rows(problem: Problem, stopwatch: Stopwatch, setting: Mapping[str, Any]) -> list[Row]:
         inputs = make_inputs(problem, seed, computes=computes)
-        return time_contenders(problem, contenders, inputs, stopwatch, limits, setting, computes)
+        return time_contenders(problem, contenders, inputs, stopwatch, limits, {**setting, **labels}, computes)
 
     return measured(problems, rows, mode, seed)
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..core.options import SHOWN
 from ..core.problem import Problem
@@ -52,9 +53,28 @@ def _dropout(dtype: str) -> list[Problem]:
     ]
 
 
+def _real(dtype: str) -> list[Problem]:
+    """Layers of published models: language models in training and in prefill by chunks, encoders of text and images,
+    cross-attention of image generation."""
+    causal: dict[str, Any] = {"dtype": dtype, "causal": "bottom-right"}
+    return [
+        Problem(2, 32, 8192, 8192, 128, Hk=8, **causal),  # Llama 3 8B
+        Problem(4, 28, 4096, 4096, 128, Hk=4, **causal),  # Qwen 2.5 7B
+        Problem(4, 32, 4096, 4096, 96, **causal),  # Phi 3 mini
+        Problem(2, 8, 8192, 8192, 256, Hk=4, **causal),  # Gemma 2 2B
+        Problem(8, 25, 1024, 1024, 64, **causal),  # GPT-2 XL
+        Problem(1, 64, 2048, 18432, 128, Hk=8, **causal),  # Llama 3 70B, a chunk of a long prompt
+        Problem(32, 16, 512, 512, 64, dtype=dtype),  # BERT large
+        Problem(32, 16, 577, 577, 64, dtype=dtype),  # ViT-L/16, 384 x 384 pixels
+        Problem(2, 24, 4250, 4250, 128, dtype=dtype),  # Flux: text and 1024 x 1024 pixels
+        Problem(2, 10, 4096, 77, 64, dtype=dtype),  # Stable Diffusion XL, image to text
+    ]
+
+
 GRIDS: dict[str, Callable[[str], list[Problem]]] = {
     "paper": _paper, "gpt2": _gpt2, "tutorial": _tutorial, "scores": _scores, "dropout": _dropout,
     "ragged": ragged.problems,
     "decode": decode.problems,
+    "real": _real,
 }  # fmt: skip
 DOCUMENTS = Path(__file__).with_name("documents.py")

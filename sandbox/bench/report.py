@@ -132,15 +132,23 @@ def ratios(rows: Sequence[Row], against: str) -> dict[str, dict[int, tuple[float
     }
 
 
+def _worst(rows: Sequence[Row], name: str, against: str) -> tuple[float, Any]:
+    """(the lowest speed of a contender relative to the peer, its problem)."""
+    found = ((_ratio(there.get(name), there.get(against)), problem) for problem, there in by_problem(rows).items())
+    return min(((ratio, problem) for ratio, problem in found if ratio), key=lambda pair: pair[0])
+
+
 def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:
-    """Notes below the table: mean ratios of each kernel, then each reason why a contender has no time, once."""
+    """Notes below the table: mean and lowest ratio of each kernel, then each reason why a contender has no time."""
     kernels = {row["contender"] for row in rows if row["kind"] == "kernel"}
     for name, widths in ratios(rows, against).items() if against else ():
         if name not in kernels:
             continue
         means = ", ".join(f"D{D} {times(mean)}" if D else times(mean) for D, (mean, _) in widths.items())
         count = sum(n for _, n in widths.values())
-        yield Text.assemble((name, "bold"), f" : {against}, geometric mean of {count} problems: {means}")
+        least, problem = _worst(rows, name, against or "")
+        lowest = f"; lowest {times(least)} on {problem}" if count > 1 else ""
+        yield Text.assemble((name, "bold"), f" : {against}, geometric mean of {count} problems: {means}{lowest}")
     reasons: dict[tuple[str, str], list[Row]] = {}
     for row in (row for there in by_problem(rows).values() for row in there.values()):
         if row["ok"] is not True:

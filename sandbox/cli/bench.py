@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..bench import benchmark, operations, peers, plot
+from ..bench import benchmark, operations, peers, plot, sampled_shapes
 from ..bench import report as bench_report
 from ..bench.peers import Contender
 from ..bench.rows import problem_of as problem_of_row
@@ -17,6 +19,7 @@ from ..bench.rows import read_rows, recorded
 from ..bench.timing import Limits
 from ..core.errors import SandboxError
 from ..core.kernel import Kernel
+from ..core.problem import Problem
 from ..core.tile import Tile
 from ..pages import reports
 from ..verify.suite import suite_of
@@ -42,6 +45,19 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 @kernels_argument
 @click.option(
     "--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named set of problems. Default without --shape: gpt2."
+)
+@click.option(
+    "--sample",
+    type=click.IntRange(0),
+    metavar="N",
+    help=f"Number of sampled problems of the grids {', '.join(sampled_shapes.SAMPLED)}. 0: their fixed problems. "
+    f"Default: {sampled_shapes.DEFAULT_COUNT}.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    help="Seed of sampled problems and of the inputs. Default: another one in each run, which is printed and stored in "
+    "the rows; 0 for fixed problems.",
 )
 @shape_option("Repeatable.", multiple=True)
 @dtype_option
@@ -82,10 +98,10 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 @html_option
 @json_option
 def bench_(
-    kernels: tuple[str, ...], grid: str | None, shapes: tuple[str, ...], dtype: str, causal: str | None, scored: Scored,
-    tiles: tuple[str, ...], names: str, backward: bool, against: str | None, mode: str, seconds: float,
-    out: Path | None, resume: bool, show: Path | None, prefix: Path | None, html: Path | None,
-    as_json: bool,
+    kernels: tuple[str, ...], grid: str | None, sample: int | None, seed: int | None, shapes: tuple[str, ...],
+    dtype: str, causal: str | None, scored: Scored, tiles: tuple[str, ...], names: str, backward: bool,
+    against: str | None, mode: str, seconds: float, out: Path | None, resume: bool, show: Path | None,
+    prefix: Path | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Time kernels and other implementations (peers).
 
@@ -101,13 +117,19 @@ def bench_(
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]
         others: list[Contender] = []
+        labels: dict[str, Any] = {}
         if custom := bool(chosen and chosen[0].custom):
             problems = _operation_problems(chosen, grid, shapes, dtype, causal, scored)
             contenders = operations.contenders_of(chosen, parsed, _operation_peers(names))
             computes = chosen[0].operation.name
         else:
             problems = [problem_for(chosen, s, dtype, causal, scored) for s in shapes]
-            problems += benchmark.GRIDS[grid or "gpt2"](dtype) if grid or not shapes else []
+            if name := grid or (None if shapes else "gpt2"):
+                chosen_grid = _grid(name, sample, seed, resume)
+                problems += chosen_grid.problems(dtype)
+                seed, labels = chosen_grid.seed, chosen_grid.labels
+            elif sample is not None:
+                raise click.UsageError(f"--sample {sample} needs --grid {' or '.join(sampled_shapes.SAMPLED)}")
             others = [peer for name in names.split(",") if name != "none" for peer in peers.get(name.strip())]
             contenders = [*benchmark.kernel_contenders(chosen, parsed), *others]
         known = [c.name for c in contenders if not c.kernel]
@@ -115,13 +137,13 @@ def bench_(
             names = ", ".join(known) or "none"
             raise click.BadParameter(f"{against} is not among the peers of this run: {names}", param_hint="--against")
         if resume and out:
-            rows = benchmark.matching_rows(read_rows(out), problems, mode, computes=computes)
+            rows = benchmark.matching_rows(read_rows(out), problems, mode, seed or 0, computes)
             problems = benchmark.unmeasured(rows, problems, contenders)
-        how: dict[str, Any] = {"mode": mode, "limits": Limits(seconds=seconds)}
+        how: dict[str, Any] = {"mode": mode, "limits": Limits(seconds=seconds), "seed": seed or 0}
         if custom:
             found = operations.run(chosen, problems, contenders, **how)
         else:
-            found = benchmark.run(chosen, problems, others, tiles=parsed, computes=computes, **how)
+            found = benchmark.run(chosen, problems, others, tiles=parsed, computes=computes, labels=labels, **how)
         total = len(problems) * len(contenders)
         try:
             rows.extend(followed(recorded(found, out), lambda r: f"{problem_of_row(r)} {r['contender']}", total))
@@ -137,6 +159,41 @@ def bench_(
     ours = [r["ok"] for r in rows if r["kind"] == "kernel"] or [r["ok"] for r in rows]
     wrong = stopped or any(r["ok"] is False for r in rows)
     sys.exit(0 if show else 1 if wrong else exit_status(ours))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A grid of `bench`: its fixed problems, or `count` sampled ones."""
+
+    name: str
+    count: int
+    seed: int
+
+    def problems(self, dtype: str) -> list[Problem]:
+        if not self.count:
+            return benchmark.GRIDS[self.name](dtype)
+        return sampled_shapes.sampled(self.name, self.count, self.seed, dtype)
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The fields of its rows from which, with the seed, the problems can be drawn again."""
+        return {"grid": self.name, "sampled": self.count}
+
+
+def _grid(name: str, sample: int | None, seed: int | None, resume: bool) -> _Grid:
+    """The grid of --grid, --sample and --seed. Without --seed, sampled problems are others in each run."""
+    if name not in sampled_shapes.SAMPLED:
+        if sample:
+            known = ", ".join(sampled_shapes.SAMPLED)
+            raise click.UsageError(f"--sample {sample} is for the grids {known}: the problems of {name} are fixed")
+        return _Grid(name, 0, seed or 0)
+    count = sampled_shapes.DEFAULT_COUNT if sample is None else sample
+    if count and seed is None and resume:
+        raise click.UsageError(f"--resume needs the --seed of the earlier run: --grid {name} samples its problems")
+    grid = _Grid(name, count, secrets.randbelow(2**31) if count and seed is None else seed or 0)
+    if count:
+        say(f"grid {name}: {count} sampled problems, --seed {grid.seed}", stderr=True)
+    return grid
 
 
 def _operation_problems(

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import math
+import statistics
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from click.testing import CliRunner
 from project import ROOT
 
 from sandbox import attention_forward, cli
-from sandbox.bench import benchmark, environment, peers, plot, rows
+from sandbox.bench import benchmark, decode, environment, peers, plot, rows, sampled_shapes
 from sandbox.bench import report as bench_report
 from sandbox.bench.inputs import asked_of
 from sandbox.bench.rows import Row
@@ -189,7 +190,43 @@ def test_grids() -> None:
     assert {p.Sq for p in paper} == {512 << n for n in range(6)}
     assert {(p.B, p.H, p.D) for p in benchmark.GRIDS["tutorial"]("float16")} == {(4, 32, 64)}
     for name, grid in benchmark.GRIDS.items():
-        assert all(p.dtype == "float16" and (p.Sq == p.Sk) == (name != "decode") for p in grid("float16")), name
+        problems = grid("float16")
+        assert all(p.dtype == "float16" for p in problems), name
+        assert name in ("decode", "real") or all(p.Sq == p.Sk for p in problems), name
+
+
+@pytest.mark.parametrize("name", sampled_shapes.SAMPLED)
+def test_sampled_shapes(name: str) -> None:
+    """They cover what fixed shapes do not, and fit into the memory of a GPU."""
+    problems = sampled_shapes.sampled(name, 300, 1, "bfloat16")
+    assert problems == sampled_shapes.sampled(name, 300, 1, "bfloat16")
+    assert not {*problems} & {*sampled_shapes.sampled(name, 300, 2, "bfloat16")}
+    assert {p.D for p in problems} == {64, 96, 128, 256}
+    assert {p.group for p in problems} == {*range(1, 9)}
+    assert all(8 <= p.H <= 64 and p.dtype == "bfloat16" for p in problems)
+    multiples = [p.Sk % 64 == 0 for p in problems]
+    assert sum(multiples) < 20
+    assert 60 < statistics.median(p.Sk for p in problems) < 40_000
+    heads = [p.H * p.D * (p.rows[0] if p.ragged else p.Sq) for p in problems]  # of one sequence, or of a ragged batch
+    assert all(n <= (2**26 if p.ragged else 2**28) for n, p in zip(heads, problems, strict=True))
+    assert all(p.batches * p.Hk * p.rows[1] * p.D <= 2**30 for p in problems)
+
+
+def test_four_distributions_of_lengths() -> None:
+    """One long sequence and many short ones; equal lengths; Zipf; log-uniform."""
+    problems = sampled_shapes.sampled("ragged", 200, 1, "float16")
+    lengths = [sorted(n for n, _ in p.lengths) for p in problems]
+    long, equal = (sum(test(n) for n in lengths) for test in (lambda n: n[-1] > 8 * n[-2], lambda n: n[0] == n[-1]))
+    zipf = sum(abs(n[-1] / n[-3] - 3) < 0.1 for n in lengths)
+    assert all(30 < count < 80 for count in (long, equal, zipf)), (long, equal, zipf)
+    assert {p.causal for p in problems} == {False, "bottom-right"}
+
+
+def test_sampled_decoding_is_memory_bound() -> None:
+    problems = sampled_shapes.sampled("decode", 200, 1, "float16")
+    assert all(decode.is_memory_bound(p, "forward") for p in problems)
+    assert {p.Sq for p in problems} == {*range(1, 17)}
+    assert 20 < sum(p.key_lengths for p in problems) < 80
 
 
 # ---- the reference on samples
@@ -683,7 +720,7 @@ def test_command_shows_stored_rows(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(r) + "\n" for r in grid_rows()))
     result = invoke("--show", str(file), "--plot", str(tmp_path / "figure"))
     assert result.exit_code == 0
-    for wanted in ("D64 0.50, D128 2.00, D256 2.00", "B32 H32 S512 D64", "figure.png"):
+    for wanted in ("D64 0.50, D128 2.00, D256 2.00", "lowest 0.50 on B32", "B32 H32 S512 D64", "figure.png"):
         assert wanted in result.output
     assert (tmp_path / "figure.svg").exists()
     assert json.loads(invoke("--show", str(file), "--json").stdout) == grid_rows()
@@ -734,6 +771,39 @@ def test_exit_status(verdicts: tuple, status: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(benchmark, "run", ends)
     assert invoke("fwd_minimal", "--peers", "eager").exit_code == status
     assert invoke("fwd_minimal", "--peers", "eager", "--against", "sdpa-flash").exit_code == 2
+
+
+def test_command_samples_a_grid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With another seed in each run, which is printed, and with which the run can be repeated."""
+    requested = []
+
+    def record(kernels: Any, problems: Any, contenders: Any, **options: Any) -> Iterator[Row]:
+        requested.append((list(problems), options["seed"], options["labels"]))
+        return iter([row("fwd_minimal", problems[0], kernel="fwd_minimal")])
+
+    monkeypatch.setattr(benchmark, "run", record)
+    ragged = ("fwd_minimal", "--peers", "none", "--grid", "ragged")
+    first, second = (invoke(*ragged) for _ in range(2))
+    assert requested[0][0] != requested[1][0]
+    problems, seed, labels = requested[0]
+    assert len(problems) == sampled_shapes.DEFAULT_COUNT
+    assert labels == {"grid": "ragged", "sampled": len(problems)}
+    assert f"grid ragged: 20 sampled problems, --seed {seed}" in first.output
+    assert f"--seed {requested[1][1]}" in second.output
+    invoke(*ragged, "--sample", "5", "--seed", str(seed))
+    assert requested[2][0] == problems[:5]
+    invoke(*ragged, "--sample", "0")
+    assert requested[3] == (benchmark.GRIDS["ragged"]("float16"), 0, {"grid": "ragged", "sampled": 0})
+    out = ("--out", str(tmp_path / "rows.jsonl"), "--resume")
+    for options, message in (
+        ((*ragged, *out), "--resume needs the --seed of the earlier run"),
+        (("--grid", "paper", "--sample", "3"), "the problems of paper are fixed"),
+        (("--shape", "1,1,64,64", "--sample", "3"), "--sample 3 needs --grid ragged or decode or real"),
+    ):
+        result = invoke(*options)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+    assert len(requested) == 4
 
 
 def test_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
