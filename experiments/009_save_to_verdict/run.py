@@ -34,7 +34,8 @@ class Watched:
 
     def __init__(self, project: Path, kernel: str, backend: str):
         self.source = project / "kernels_cu" / f"{kernel}.cu"
-        command = [sys.executable, "-m", "sandbox", "watch", kernel, "--json", "--backend", backend, "--timeout", "2"]
+        options = ["--json", "--backend", backend, "--timeout", "2" if backend == "cuda" else "60"]
+        command = [sys.executable, "-m", "sandbox", "watch", kernel, *options]
         self.process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True)
 
     def verdict(self) -> dict[str, Any]:
