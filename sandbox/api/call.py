@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core import registry
 from ..core.errors import UnsupportedProblem
 from ..launch.dlpack import library_of
-from .call_plan import run
+from .call_plan import gradient_of, operation_of, run
 
 
 def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) -> Any:
@@ -24,11 +25,13 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
         raise UnsupportedProblem(
             f"call({name!r}) without inputs is not supported: pass the arrays that the kernel reads"
         )
-    library = library_of(inputs[0])
-    if library.requires_grad(*inputs):
-        from .torch_call import differentiable
+    if library_of(inputs[0]).requires_grad(*inputs):
+        from .torch_call import recorded
 
-        outputs = differentiable(name, inputs, tile, backend)
+        kernel = registry.get(name)
+        backward = gradient_of(kernel)
+        forward, gradient = (lambda x: run(name, x, tile, backend)), (lambda x: run(backward.name, x, None, backend))
+        outputs = recorded(forward, gradient, operation_of(kernel), operation_of(backward), inputs)
     else:
         outputs = run(name, inputs, tile, backend)
     return outputs[0] if len(outputs) == 1 else outputs

@@ -12,7 +12,7 @@ from operator import or_
 from typing import Any, NamedTuple
 
 from ..core import registry
-from ..core.errors import UnsupportedProblem
+from ..core.errors import SpecError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.operation import Operation, OperationProblem
 from ..engine import pipeline
@@ -65,6 +65,27 @@ def operation_of(kernel: Kernel) -> Operation:
     if not isinstance(kernel.computes, Operation):
         raise UnsupportedProblem(f"{kernel.name} computes attention's {kernel.computes}: use sandbox.attention")
     return kernel.computes
+
+
+def gradient_of(kernel: Kernel) -> Kernel:
+    """The kernel of the backward. Its inputs are gradients of outputs ("dy"), inputs ("x") and outputs ("y"); its
+    outputs are gradients of inputs ("dx"). Raises UnsupportedProblem without one, SpecError for other names."""
+    operation = operation_of(kernel)
+    if not operation.gradient:
+        raise UnsupportedProblem(
+            f"{kernel.name} has no backward: name its kernel in the Operation (gradient=), or pass x.detach()"
+        )
+    backward = registry.get(operation.gradient)
+    theirs = operation_of(backward)
+    given = {*(f"d{name}" for name in operation.outputs), *operation.inputs, *operation.outputs}
+    wanted = {f"d{name}" for name in operation.inputs}
+    for what, names, allowed in (("input", theirs.inputs, given), ("output", theirs.outputs, wanted)):
+        if unknown := [name for name in names if name not in allowed]:
+            raise SpecError(
+                f"{backward.name}: as the gradient of {kernel.name}, its {what} {unknown[0]} must be one of "
+                f"{', '.join(sorted(allowed))}"
+            )
+    return backward
 
 
 def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
