@@ -1,13 +1,38 @@
-"""`sandbox.call`: a kernel of an Operation on arrays of any library."""
+"""`sandbox.call`: a kernel of an Operation on arrays of any library; its plans, and their cache.
+
+The first call with arrays of some shapes, dtypes and device validates them, selects the tile, compiles, and stores a
+plan. Later calls of the same kind find the plan and launch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 from ..core import registry
-from ..core.errors import UnsupportedProblem
-from ..launch.dlpack import library_of
-from .call_plan import gradient_of, operation_of, run
+from ..core.errors import SpecError, UnsupportedProblem
+from ..core.kernel import Kernel
+from ..core.operation import Operation, OperationProblem
+from ..engine import pipeline
+from ..engine.staging import Staged
+from ..launch.arguments import scratch_of
+from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
+
+_MOST_PLANS = 4096
+_ALIGNMENT = 16  # bytes, of every array
+_NO_KEY = (TypeError, AttributeError, RuntimeError)  # an array for which no plan can be stored
+_Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
+
+
+class _Plans(dict[tuple, _Run]):
+    """Plans by their keys, for one state of the registry."""
+
+    generation = -1
+
+
+_plans = _Plans()
 
 
 def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) -> Any:
@@ -35,3 +60,173 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
     else:
         outputs = run(name, inputs, tile, backend)
     return outputs[0] if len(outputs) == 1 else outputs
+
+
+def run(name: str, inputs: tuple[Any, ...], tile: Any = None, backend: str | None = None) -> tuple[Any, ...]:
+    """The outputs of `call`, without gradients."""
+    library = library_of(inputs[0])
+    arrays = library.materialise(*inputs)
+    try:
+        key: tuple = (name, tile, backend, *library.signatures(arrays))
+        plan = _plans.get(key) if _plans.generation == registry.generation() else None
+        addresses = [*map(library.pointer, arrays)]
+    except _NO_KEY:
+        key, plan, addresses = (), None, []
+    if plan is None:
+        plan = _planned(name, arrays, library, tile, backend)
+        if _plans.generation != registry.generation() or len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+            _plans.generation = registry.generation()
+        if key:
+            _plans[key] = plan
+        addresses = [*map(library.pointer, arrays)]
+    if reduce(or_, addresses) % _ALIGNMENT:
+        raise UnsupportedProblem(
+            f"{name}: an array that does not begin at a multiple of {_ALIGNMENT} bytes is not supported: pass a copy"
+        )
+    return plan(arrays, addresses)
+
+
+def operation_of(kernel: Kernel) -> Operation:
+    """What the kernel computes. Raises UnsupportedProblem for a kernel of attention."""
+    if not isinstance(kernel.computes, Operation):
+        raise UnsupportedProblem(f"{kernel.name} computes attention's {kernel.computes}: use sandbox.attention")
+    return kernel.computes
+
+
+def gradient_of(kernel: Kernel) -> Kernel:
+    """The kernel of the backward. Its inputs are gradients of outputs ("dy"), inputs ("x") and outputs ("y"); its
+    outputs are gradients of inputs ("dx"). Raises UnsupportedProblem without one, SpecError for other names."""
+    operation = operation_of(kernel)
+    if not operation.gradient:
+        raise UnsupportedProblem(
+            f"{kernel.name} has no backward: name its kernel in the Operation (gradient=), or pass x.detach()"
+        )
+    backward = registry.get(operation.gradient)
+    theirs = operation_of(backward)
+    given = {*(f"d{name}" for name in operation.outputs), *operation.inputs, *operation.outputs}
+    wanted = {f"d{name}" for name in operation.inputs}
+    for what, names, allowed in (("input", theirs.inputs, given), ("output", theirs.outputs, wanted)):
+        if unknown := [name for name in names if name not in allowed]:
+            raise SpecError(
+                f"{backward.name}: as the gradient of {kernel.name}, its {what} {unknown[0]} must be one of "
+                f"{', '.join(sorted(allowed))}"
+            )
+    return backward
+
+
+def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
+    """The problem of these inputs. Raises UnsupportedProblem if they do not fit the operation."""
+    operation = operation_of(kernel)
+    names = ", ".join(operation.inputs)
+    if len(views) != len(operation.inputs):
+        raise UnsupportedProblem(f"{kernel.name}: {len(views)} inputs are not supported: it reads {names}")
+    sizes: dict[str, tuple[int, str]] = {}
+    dtype, of = "", ""
+    for (name, tensor), view in zip(operation.inputs.items(), views, strict=True):
+        dims = ", ".join(map(str, tensor.dims))
+        if len(view.shape) != len(tensor.dims):
+            raise UnsupportedProblem(f"{kernel.name}: {name} has shape {view.shape}: it must be ({dims})")
+        for dim, size in zip(tensor.dims, view.shape, strict=True):
+            expected, first = (dim, "the spec") if isinstance(dim, int) else sizes.setdefault(dim, (size, name))
+            if size != expected:
+                raise UnsupportedProblem(
+                    f"{kernel.name}: {name} has shape {view.shape}: it must be ({dims}), and {dim} is {expected} in "
+                    f"{first}"
+                )
+        wanted = tensor.dtype or dtype
+        if wanted and view.dtype != wanted:
+            reason = f"{of} has" if not tensor.dtype else "the spec gives"
+            raise UnsupportedProblem(f"{kernel.name}: {name} has dtype {view.dtype}, and {reason} {wanted}: convert it")
+        if not tensor.dtype:
+            dtype, of = view.dtype, name
+        _check_contiguous(kernel, name, view)
+        if view.device != views[0].device:
+            raise UnsupportedProblem(f"{kernel.name}: {name} is on another device than {names.split(',')[0]}: move it")
+    return operation.sized({dim: size for dim, (size, _) in sizes.items()}, dtype or kernel.dtypes[0])
+
+
+def _check_contiguous(kernel: Kernel, name: str, view: ArrayView) -> None:
+    dense = dense_strides(view.shape)
+    if any(n > 1 and s != d for n, s, d in zip(view.shape, view.strides, dense, strict=True)) and 0 not in view.shape:
+        raise UnsupportedProblem(
+            f"{kernel.name}: {name} with shape {view.shape} and strides {view.strides} is not supported: pass a "
+            "contiguous copy"
+        )
+
+
+class _Making(NamedTuple):
+    """What a plan is made from."""
+
+    kernel: Kernel
+    problem: Any
+    tile: Any
+    device: Device
+    library: Library
+    outputs: Mapping[str, Callable[[], Any]]  # allocators
+    scratch: Mapping[str, tuple[int, ...]]
+
+
+def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, backend: str | None) -> _Run:
+    kernel = registry.get(name)
+    views = [library_of(array).view(array) for array in arrays]
+    problem: Any = problem_of(kernel, views)
+    home = views[0].device
+    if backend not in (None, "cpu", "cuda"):
+        raise UnsupportedProblem(f'backend={backend!r} is not known: choose "cuda" or "cpu"')
+    device = home if backend in (None, home[0]) else HOST if backend == "cpu" else ("cuda", 0)
+    chosen = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(tile), tuned=True)
+    outputs = {
+        output: library.allocator(arrays[0], shape, dense_strides(shape), tensor.dtype_in(problem))
+        for output, tensor in operation_of(kernel).outputs.items()
+        for shape in (tensor.shape(problem),)
+    }
+    making = _Making(kernel, problem, chosen, device, library, outputs, scratch_of(kernel, problem, chosen))
+    plan = _direct(making, arrays) if device == home else _staged(making)
+    if convert := library.to_caller(arrays[0]):
+        return lambda arrays, addresses: tuple(map(convert, plan(arrays, addresses)))
+    return plan
+
+
+def _direct(making: _Making, arrays: tuple[Any, ...]) -> _Run:
+    """A plan for arrays on the device of the launch."""
+    library, like = making.library, arrays[0]
+    names = operation_of(making.kernel).reads
+    scratch = {
+        n: library.allocator(like, shape, dense_strides(shape), "float32") for n, shape in making.scratch.items()
+    }
+    makers = {**making.outputs, **scratch}
+    tensors = dict(zip(names, map(library.view, arrays), strict=True))
+    tensors |= {name: library.view(make()) for name, make in makers.items()}
+    prepared = pipeline.prepare(making.kernel, making.tile, making.problem, tensors, making.device, [*names, *makers])
+    launch, pointer = prepared.launch, library.pointer
+    stream = library.stream(making.device[1]) if making.device != HOST else int
+    allocators, count = [*makers.values()], len(making.outputs)
+
+    def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+        made = [allocate() for allocate in allocators]  # scratch is freed in stream order
+        launch((*addresses, *map(pointer, made)), stream())
+        return tuple(made[:count])
+
+    return plan
+
+
+def _staged(making: _Making) -> _Run:
+    """A plan for arrays on another device: they are copied there, and the results back."""
+    library, names = making.library, operation_of(making.kernel).reads
+
+    def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+        scratch = (library.allocator(arrays[0], s, dense_strides(s), "float32") for s in making.scratch.values())
+        made = {name: make() for name, make in (*making.outputs.items(), *zip(making.scratch, scratch, strict=True))}
+        every = {**dict(zip(names, arrays, strict=True)), **made}
+        staged = {name: Staged(library.view(array), making.device) for name, array in every.items()}
+        for name in names:
+            staged[name].send()
+        prepared = pipeline.prepare(making.kernel, making.tile, making.problem, staged, making.device)
+        prepared.launch(prepared.pointers(staged))
+        prepared.wait()
+        for name in making.outputs:
+            staged[name].fetch()
+        return tuple(made[name] for name in making.outputs)
+
+    return plan

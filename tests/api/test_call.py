@@ -11,7 +11,7 @@ import pytest
 from operation_kernels import kernels_in
 
 import sandbox
-from sandbox.api import call_plan
+from sandbox.api import call
 from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnknownKernel, UnsupportedProblem
 
@@ -115,10 +115,10 @@ def test_a_gradient_with_other_names(folder: Path) -> None:
 
 def test_plans_are_found_again(folder: Path) -> None:
     """One plan for each kind of arrays; `reload` discards them."""
-    call_plan._plans.clear()
+    call._plans.clear()
     for rows in (3, 3, 5):
         sandbox.call("row_softmax", randn(rows, 8))
-    assert len(call_plan._plans) == 2
+    assert len(call._plans) == 2
     source = folder / "row_softmax.cu"
     text = source.read_text()
     source.write_text(text.replace("* inverse)", "* inverse + 1.0f)"))
