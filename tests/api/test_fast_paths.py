@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
 import pytest
 
 import sandbox
@@ -55,6 +62,56 @@ def test_nobody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert all(map(torch.equal, both(*tensors()), expected))
     assert routes() == 0
+
+
+PACKAGE = str(Path(sandbox.__file__).parent)
+
+
+def path_of(call: Callable[[], Any], array: Any) -> tuple[list[str], list[str]]:
+    """The functions of this package that receive `array` during `call`, and those that are active at the launch: each
+    as module.function, in the order of the calls."""
+    receiving, active = [], []
+
+    def inside(frame: FrameType | None) -> list[str]:
+        code = frame.f_code if frame else None
+        return (
+            [f"{Path(code.co_filename).stem}.{code.co_name}"] if code and code.co_filename.startswith(PACKAGE) else []
+        )
+
+    def traced(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not inside(frame):
+            return
+        values = frame.f_locals.values()
+        if any(x is array or (isinstance(x, tuple) and any(y is array for y in x)) for x in values):
+            receiving.extend(inside(frame))
+        if frame.f_code.co_name == "launch_all":
+            while frame:
+                active[:0] = inside(frame)
+                frame = frame.f_back
+
+    sys.setprofile(traced)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return receiving, active
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (3, 0)}], ids=["plain", "window"])
+@pytest.mark.parametrize("function", ["attention_forward", "attention", "attention with gradient"])
+def test_the_path_from_a_public_function_to_the_launch(function: str, options: dict) -> None:
+    """As in CONTRIBUTING: later calls pass q to at most nine functions, and to no module three times. The first call
+    also passes it to validation; few functions are active at the launch."""
+    name, _, gradient = function.partition(" with ")
+    q, k, v, _ = tensors()
+    call = lambda: getattr(sandbox, name)(q.requires_grad_(bool(gradient)), k, v, **KERNELS, **options)  # noqa: E731
+    first, _, later = (path_of(call, q) for _ in range(3))
+    for path in (first[1], later[0], later[1]):
+        assert 0 < len(path) <= 9, path
+        modules = [module for module, _ in groupby(name.partition(".")[0] for name in path)]
+        assert max(map(modules.count, modules)) <= 2, path
+    assert {"dispatch.known", "plan.plan"} <= {*later[0]}
+    assert "dispatch._make_plan" in first[0]
 
 
 CHANGES = {
