@@ -27,12 +27,11 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
+    """Limits of a tile: whole MMA steps, columns of dK and dV, shared memory of an SM."""
     rows = 32 * t.WARPS  # a warp has 32 keys, and 32 rows of dQ
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
         return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide 32 * WARPS={rows}; BLOCK_M is at most 128"
     share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * smem_bytes(p, t), max(p.D, p.Dv)
-    tight = p.dtype == "float16" or columns(widest, t) > widest > 96  # need a few registers more
     rules = (
         (
             t.BLOCK_M // share % 16 == 0,
@@ -40,22 +39,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             columns(widest, t) <= 64 * share,
-            f"D={widest} spills: {share} warps have registers for 64 columns of dK and dV each",
+            f"D={widest} is not supported: {share} warps have 64 columns of dK and dV each; use a smaller BLOCK_N",
         ),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
-        (not p.ragged or t.BLOCK_N < 128 or t.WARPS > 4, "BLOCK_N=128 spills with ragged batches and WARPS=4: use 64"),
-        (
-            not p.dropout or widest <= 64 or t.WARPS > 4 or arch != (9, 0),
-            f"WARPS={t.WARPS} spills with dropout at D={widest} on compute capability 9.0: use 8",
-        ),
-        (
-            not (p.dropout and p.causal and tight) or t.BLOCK_N < 128 or widest <= 64 or arch != (9, 0),
-            f"BLOCK_N={t.BLOCK_N} spills with causal dropout at D={widest} on compute capability 9.0: use 64",
-        ),
-        (
-            not arch or arch < (10, 0) or t.BLOCK_N < 128,
-            "BLOCK_N=128 spills on compute capability >= 10.0: use 64",
-        ),
         (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
     )
     return next((reason for holds, reason in rules if not holds), None)
