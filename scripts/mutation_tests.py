@@ -1,7 +1,7 @@
 """Which tests a mutation runs, cheap ones first: those that executed its lines, those of its kernels, or its folder's.
 
-`make coverage` records which tests execute which line, and how long each takes, in `build/`. Without this record the
-tests of the file's folder are taken, and of the folders that import it.
+`make coverage` records which tests execute which line and launch which kernel, and how long each takes, in `build/`.
+Without this record the tests of the file's folder are taken, and of the folders that import it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Selection:
 
     tests: tuple[str, ...]
     seconds: dict[str, float] = field(default_factory=dict)
+    launched: dict[str, set[str]] = field(default_factory=dict)  # {entry point: tests that launch it}
     executed: dict[str, dict[int, set[str]]] = field(default_factory=dict)  # {file: {line: tests}}
 
     def of(self, mutation: Mutation, budget: float) -> tuple[list[str], int]:
@@ -73,17 +74,21 @@ class Selection:
         return {test for folder in folders for test in self.tests if test.startswith(f"tests/{folder}/")}
 
     def _of_kernels(self, mutation: Mutation) -> list[str]:
-        """Tests with the kernel's name, alternating between the kernels that include the file; then other tests of
-        the engine."""
-        kernels = kernels_of(mutation.file)
-        by_kernel = {name: re.compile(rf"[\[-]{name}[\]-]") for name in kernels}
-        columns = (self._sorted(t for t in self.tests if named.search(t)) for named in by_kernel.values())
+        """Tests that launch the kernel or have its name, alternating between the kernels that include the file; then
+        other tests of the engine."""
+        columns = (self._sorted(self._with_kernel(name)) for name in kernels_of(mutation.file))
         named = [test for test in chain.from_iterable(zip_longest(*columns)) if test]
         every = {name: re.compile(rf"[\[-]{name}[\]-]") for name in registry.kernels()}
         others = (
             t for t in self.tests if t.startswith("tests/engine/") and not any(p.search(t) for p in every.values())
         )
         return [*dict.fromkeys(named), *self._sorted(others)]
+
+    def _with_kernel(self, name: str) -> set[str]:
+        named = re.compile(rf"[\[-]{name}[\]-]")
+        entries = {entry.name for entry in registry.kernels()[name].entries}
+        launching = set[str]().union(*(self.launched.get(entry, set()) for entry in entries))
+        return launching.intersection(self.tests).union(test for test in self.tests if named.search(test))
 
 
 def importers_of(file: str) -> list[str]:
@@ -114,17 +119,23 @@ def selection(root: Path, environment: dict[str, str]) -> Selection:
     tests = tuple(line for line in done.stdout.splitlines() if "::" in line)
     if done.returncode or not tests:
         raise RuntimeError(f"pytest could not collect the tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return Selection(tests, recorded_seconds(TIMES, tests), recorded_lines(DATA))
+    return Selection(tests, *recorded_tests(TIMES, tests), recorded_lines(DATA))
 
 
-def recorded_seconds(path: Path, tests: Sequence[str]) -> dict[str, float]:
-    """{test: seconds} of pytest's JUnit file."""
-    if not path.is_file():
-        return {}
-    cases = ET.parse(path).getroot().iter("testcase")
-    by_name = {(case.get("classname"), case.get("name")): float(case.get("time", UNKNOWN)) for case in cases}
-    found = {test: by_name.get(_junit_name(test)) for test in tests}
-    return {test: seconds for test, seconds in found.items() if seconds is not None}
+def recorded_tests(path: Path, tests: Sequence[str]) -> tuple[dict[str, float], dict[str, set[str]]]:
+    """({test: seconds}, {entry point: tests that launch it}) of pytest's JUnit file."""
+    cases = ET.parse(path).getroot().iter("testcase") if path.is_file() else ()
+    by_name = {(case.get("classname"), case.get("name")): case for case in cases}
+    seconds: dict[str, float] = {}
+    launched: dict[str, set[str]] = {}
+    for test in tests:
+        if (case := by_name.get(_junit_name(test))) is None:
+            continue
+        seconds[test] = float(case.get("time", UNKNOWN))
+        for launches in case.iterfind("properties/property[@name='launches']"):
+            for entry in launches.get("value", "").split():
+                launched.setdefault(entry, set()).add(test)
+    return seconds, launched
 
 
 def _junit_name(test: str) -> tuple[str, str]:

@@ -8,11 +8,14 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 # Set before NumPy is imported: with more BLAS threads than free cores, small products are a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Half the compile time of -O2, and launches that take a quarter longer: most tests compile for one small problem.
+os.environ.setdefault("SANDBOX_CPU_FLAGS", "-Og")
 os.environ.pop("SANDBOX_KERNELS", None)  # the kernels under test are those of the project
 
 import numpy as np
@@ -47,6 +50,44 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache"
     monkeypatch.setenv("SANDBOX_CACHE_DIR", str(path))
     return path
+
+
+_launched: set[str] = set()  # entry points, by the test that runs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def noting_launches(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With a JUnit file, which `make mutants` reads: each launch on the CPU backend adds to `_launched`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.option.xmlpath:
+            patch.setattr(CpuFunction, "launcher", noted(CpuFunction.launcher))
+            program = build.program
+            patch.setattr(build, "program", lambda *args: (_launched.add(args[1]), program(*args))[1])
+        yield
+
+
+def noted(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """CpuFunction.launcher whose launches are added to `_launched`."""
+
+    def noted_launcher(function: CpuFunction, *args: Any, **options: Any) -> Any:
+        launch = launcher(function, *args, **options)
+
+        def noted_launch(*args: Any, **options: Any) -> None:
+            _launched.add(function.entry)
+            launch(*args, **options)
+
+        return noted_launch
+
+    return noted_launcher
+
+
+@pytest.fixture(autouse=True)
+def launches_in_report(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """The property "launches" of the test in the JUnit file."""
+    _launched.clear()
+    yield
+    if _launched:
+        record_property("launches", " ".join(sorted(_launched)))
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,7 @@ def selection() -> mutation_tests.Selection:
     )
     seconds = dict(zip(tests, (2.0, 1.0, 1.0, 1.0, 50.0, 0.1), strict=True))
     executed = {"sandbox/core/spec.py": {7: {tests[3], tests[4], tests[5]}, 8: {tests[5]}}}
-    return mutation_tests.Selection(tests, seconds, executed)
+    return mutation_tests.Selection(tests, seconds, {"fwd_mma": {tests[5]}}, executed)
 
 
 def at(file: str, line: int) -> mutation.Mutation:
@@ -133,7 +133,7 @@ def test_tests_of_a_python_file() -> None:
 
 def test_tests_of_a_kernel() -> None:
     chosen = selection()
-    assert chosen.of(at("kernels_cu/fwd_mma.cu", 1), 100) == ([chosen.tests[0], chosen.tests[2]], 2)
+    assert chosen.of(at("kernels_cu/fwd_mma.cu", 1), 100) == ([chosen.tests[5], chosen.tests[0], chosen.tests[2]], 3)
     assert "fwd_wgmma" in mutation_tests.kernels_of("kernels_cu/include/mask.cuh")
     for file in ("kernels_cu/fwd_minimal.cu", "kernels_cu/fwd_minimal.py"):
         assert mutation_tests.kernels_of(file) == ["fwd_minimal"]
@@ -146,9 +146,12 @@ def test_folders_that_import_a_module() -> None:
 
 def test_names_in_the_junit_file(tmp_path: Path) -> None:
     tests = ("tests/a/test_b.py::TestC::test_d[x::y.py-1]", "tests/a/test_b.py::test_e")
-    cases = '<testcase classname="tests.a.test_b.TestC" name="test_d[x::y.py-1]" time="2.5"/>'
+    launches = '<properties><property name="launches" value="one two"/></properties>'
+    case = 'classname="tests.a.test_b.TestC" name="test_d[x::y.py-1]" time="2.5"'
+    cases = f"<testcase {case}>{launches}</testcase>"
     (tmp_path / "tests.xml").write_text(f"<testsuites>{cases}</testsuites>")
-    assert mutation_tests.recorded_seconds(tmp_path / "tests.xml", tests) == {tests[0]: 2.5}
+    found = mutation_tests.recorded_tests(tmp_path / "tests.xml", tests)
+    assert found == ({tests[0]: 2.5}, {"one": {tests[0]}, "two": {tests[0]}})
 
 
 def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

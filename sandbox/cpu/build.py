@@ -7,6 +7,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,7 @@ def _kernel_options(
 ) -> tuple[str, ...]:
     return (
         *_OPTIONS,
+        *shlex.split(os.environ.get("SANDBOX_CPU_FLAGS", "")),  # "-Og" for tests: half the compile time
         "-UNDEBUG",  # zig defines it; a kernel's assert must be checked, as with NVRTC
         # `extern thread_local` arrays need no initialiser call at each use. By default static shared memory of an
         # inline function is one variable per process: that of the library loaded first, whose tile may be smaller.
