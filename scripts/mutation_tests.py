@@ -67,8 +67,8 @@ class Selection:
         own = self._in_folders([Path(mutation.file).parts[1]])
         if not lines:
             return [*self._sorted(own), *self._sorted(self._in_folders(importers_of(mutation.file)) - own)]
-        running = running.intersection(self.tests)
-        return [*self._sorted(running & own), *self._sorted(running - own)]
+        running = running.intersection(self.tests)  # torch.compile traces without a record: the folder's others last
+        return [*self._sorted(running & own), *self._sorted(running - own), *self._sorted(own - running)]
 
     def _in_folders(self, folders: Iterable[str]) -> set[str]:
         return {test for folder in folders for test in self.tests if test.startswith(f"tests/{folder}/")}

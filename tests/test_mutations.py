@@ -126,7 +126,7 @@ def test_tests_of_a_python_file() -> None:
     z, slow, a = chosen.tests[3:]
     assert chosen.of(at("sandbox/core/spec.py", 7), 100) == ([z, slow, a], 3)
     assert chosen.of(at("sandbox/core/spec.py", 7), 10) == ([z], 3)
-    assert chosen.of(at("sandbox/core/spec.py", 8), 100) == ([a], 1)
+    assert chosen.of(at("sandbox/core/spec.py", 8), 100) == ([a, z, slow], 3)  # then the folder's other tests
     assert chosen.of(at("sandbox/core/spec.py", 1), 100)[1] == 3  # executed by the import
     assert chosen.of(at("sandbox/core/other.py", 7), 100) == ([z, slow], 2)  # no record: those of the folder
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +13,12 @@ import pytest
 import sandbox
 from sandbox import reference
 from sandbox.api import dispatch, plan
+from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
+from sandbox.engine import staging
 from sandbox.launch import dlpack
+from sandbox.launch.dlpack import HOST
+from sandbox.spec import Problem
 
 
 @pytest.fixture(autouse=True)
@@ -296,3 +302,31 @@ def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.Monk
     reloaded.set()
     thread.join()
     assert not dispatch._plans
+
+
+@pytest.mark.parametrize("unwritten", [False, True])
+def test_arrays_for_another_device_are_copied(unwritten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs before the launch and results after it. With `unwritten`, also results whose rows a launch may leave: of
+    a ragged batch with fewer rows in its sequences than in its arrays. The other device is host memory here."""
+    move = lambda to, of, nbytes, gpu: ctypes.memmove(to, of, nbytes)  # noqa: E731
+    gpu = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(staging, "driver", SimpleNamespace(device=lambda number: gpu, read=move, write=move))
+    kernel, rng = registry.get("fwd_minimal"), np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 2, 40, 16), np.float32) for _ in range(3)]
+    offsets = np.array([0, 20, 30], np.int32)
+    given, makers = ["Q", "K", "V"], {"O": lambda: np.full((1, 2, 40, 16), 7, np.float32)}
+    makers["LSE"] = lambda: np.full((2, 40) if unwritten else (1, 2, 40), 7, np.float32)
+    problem = Problem(1, 2, 40, 40, 16)
+    if unwritten:
+        problem = Problem(2, 2, 20, 20, 16, ragged=(40, 40))
+        given, arrays = [*given, "cu_seqlens_q", "cu_seqlens_k"], [*arrays, offsets, offsets]
+    assert bool(plan.may_stay_unwritten(problem)) == unwritten
+    library = dlpack.library_of(arrays[0])
+    staged = plan._staged_plan(library, kernel, kernel.tiles[0], problem, HOST, given, makers, ["O", "LSE"])
+    out, lse = staged(tuple(arrays), [x.ctypes.data for x in arrays])
+    parts = [(0, 20), (20, 30)] if unwritten else [(0, 40)]
+    for begin, end in parts:
+        expected, _ = reference.attention(*(x[:, :, begin:end] for x in arrays[:3]))
+        assert abs(out[:, :, begin:end] - expected).max() < 1e-5
+    assert (out[:, :, parts[-1][1] :] == 7).all()
+    assert (lse[..., : parts[-1][1]] != 7).all()

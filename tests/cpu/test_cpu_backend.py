@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import json
 import math
+import platform
 import re
 import shutil
 import subprocess
@@ -1009,6 +1010,71 @@ def test_folders_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CPATH", ":f")
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", "g:a")
     assert compiler.extra_folders() == tuple(map(Path, ("a", "b", "c", "d", "e", ".", "f", "g")))
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    """A shell script."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
+
+
+def test_which_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """$CXX with its options, else g++, else clang++, else the ziglang package."""
+    for name, version in (("other", "other 1.2"), ("clang++", "clang 3"), ("g++", "Free Software Foundation")):
+        program(tmp_path, name, f"echo '{version}'")
+    monkeypatch.setattr(compiler, "_processor", lambda: "a processor")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "other -O3 ")
+    assert compiler.find() == compiler.HostCompiler(("other", "-O3"), "other -O3: other 1.2 on a processor")
+    assert not compiler.find().is_gcc
+    monkeypatch.delenv("CXX")
+    assert compiler.find().command == ("g++",)
+    assert compiler.find().is_gcc
+    compiler._find.cache_clear()
+    (tmp_path / "g++").unlink()
+    assert compiler.find().identity == "clang++: clang 3 on a processor"
+    compiler._find.cache_clear()
+    (tmp_path / "clang++").unlink()
+    with pytest.raises(ToolchainMissing, match=r"^no host C\+\+ compiler found.*: apt-get install g\+\+, or pip"):
+        compiler.find()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "ziglang" or None)
+    monkeypatch.setattr(sys, "executable", str(program(tmp_path, "python", 'echo "$@"')))
+    assert compiler.find().identity.endswith("ziglang c++: -m ziglang c++ --version on a processor")
+    monkeypatch.setenv("CXX", "none")
+    with pytest.raises(ToolchainMissing, match=r"^CXX=none is not a program on the PATH"):
+        compiler.find()
+
+
+def test_a_compiler_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 500 characters of its message."""
+    broken = program(tmp_path, "broken", f"echo ' {'x' * 600}' >&2; exit 3")
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(ToolchainMissing) as caught:
+        compiler.find()
+    assert str(caught.value) == f"{broken} --version fails: {'x' * 500}"
+
+
+def test_compilers_of_processors_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached library may use instructions that another processor lacks: -march=native."""
+    lines = "processor : 0\nmodel name : a\nflags : fpu avx\ncache size : 1\nmodel name : a\nflags : fpu avx\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: lines)
+    assert compiler._processor.__wrapped__() == "model name : a flags : fpu avx"
+
+    def unreadable(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    assert compiler._processor.__wrapped__() == f"{platform.machine()} {platform.processor()}"
+
+
+def test_options_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """$SANDBOX_CPU_FLAGS comes after the own options, which it overrides, and before those of a sanitizer."""
+    monkeypatch.setenv("SANDBOX_CPU_FLAGS", "-O0 '-DTEXT=a b'")
+    options = build._kernel_options(compiler.find(), Path("k.cu"), {"N": 3})
+    assert options.index("-O2") < options.index("-O0") < options.index("-DTEXT=a b") < options.index("-DN=3")
 
 
 def test_a_library_is_linked_with_the_current_runtime(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -62,6 +63,9 @@ def test_a_listing() -> None:
     assert found[2].where == (SourceLine("/k/include/ptx.cuh", 66), SourceLine("/k/fwd_x.cu", 9))
     assert found[2].line == SourceLine("/k/fwd_x.cu", 9)  # the line that calls the header's function
     assert found[4].where == (SourceLine("/k/fwd_x.cu", 9),)
+    assert dataclasses.replace(found[2], where=()).line is None
+    only_headers = dataclasses.replace(found[2], where=(SourceLine("/k/a.cuh", 1), SourceLine("/k/b.cuh", 2)))
+    assert only_headers.line == SourceLine("/k/a.cuh", 1)
     assert [i.live for i in found] == [None, None, None, None, 196, None, None]
     assert disassembly.counts(found) == {
         "LDC": 1, "NOP": 1, "LDGSTS.128": 1, "LDG.16": 1, "HMMA": 1, "STG.32": 1, "BRA": 1,

@@ -51,6 +51,18 @@ def test_shipped_kernels_agree_with_their_specs(name: str, find) -> None:
         parameters.check_arguments(entry, found, kernel.source, macros(problem_of(kernel)).get("SCORE_BYTES", 16))
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["main entry", "other entry"])
+def test_a_kernel_is_loaded_only_if_each_entry_agrees(other: bool) -> None:
+    """On the CPU backend. A parameter without an argument would have any value."""
+    kernel = registry.get("bwd_mma")
+    (then,) = kernel.then
+    entry, args = (then, then.args[:-1]) if other else (kernel, kernel.args[:-1])
+    then = (dataclasses.replace(then, args=args),)
+    changed = dataclasses.replace(kernel, then=then) if other else dataclasses.replace(kernel, args=args)
+    with pytest.raises(SpecError, match=rf"{entry.name}.*args in its spec has {len(args)} names"):
+        pipeline.load(changed, kernel.tiles[0], problem_of(kernel), HOST)
+
+
 def swapped(one: str, other: str) -> tuple[str, ...]:
     change = {one: other, other: one}
     return tuple(change.get(name, name) for name in ARGS)

@@ -102,6 +102,33 @@ def test_an_output_of_any_shape(shape: tuple[int, ...], causal, tmp_path: Path) 
         error_map.draw(found, "heads alone", tmp_path / "map")
 
 
+@pytest.mark.parametrize(
+    ("seeing", "worse", "factor", "wrong", "said"),
+    [
+        (40, 3, 3.0, 40, True),  # an eighth is five rows: three of them are most
+        (40, 2, 3.0, 40, False),
+        (40, 3, 2.05, 40, True),
+        (40, 3, 1.95, 40, False),
+        (40, 3, 3.0, 21, True),  # more than half of the rows are wrong
+        (40, 3, 3.0, 20, False),
+        (16, 2, 3.0, 16, True),  # at least 16 rows
+        (15, 2, 3.0, 15, False),
+    ],
+)
+def test_worst_where_a_row_sees_few_keys(seeing: int, worse: int, factor: float, wrong: int, said: bool) -> None:
+    """Of 200 rows the last `seeing` see a key. The first `worse` of them have `factor` times the error of the other
+    wrong ones, which are the last."""
+    problem = Problem(1, 1, 200, seeing, 4, causal="bottom-right")
+    ref = np.ones((1, 1, 200, 4))
+    got = ref.copy()
+    got[:, :, 200 - wrong + worse :] += 2 * BOUND
+    got[:, :, 200 - seeing :] += BOUND / 2
+    got[:, :, 200 - seeing :][:, :, :worse] = 1 + 2.5 * BOUND * factor
+    found = locate("O", got, ref, BOUND, KERNEL, problem, TILE)
+    assert found
+    assert ("worst where a row sees few keys" in found.patterns) is said, found.text
+
+
 def test_nan_is_named() -> None:
     assert f"{8 * 6 * 32} of them NaN" in non_finite(every, every, slice(192, 200), value=np.nan).text
 
