@@ -34,7 +34,7 @@ from sandbox.core import jsonl, registry
 from sandbox.core.errors import GpuUnavailable, SandboxError, UnsupportedProblem
 from sandbox.launch import driver
 from sandbox.reference import attention, lse_bound, naive, output_bound
-from sandbox.spec import Problem
+from sandbox.spec import Problem, Score
 from sandbox.verify import sampled
 from sandbox.verify.cases import Case, make_inputs
 from sandbox.verify.scores import score_inputs
@@ -853,3 +853,27 @@ def test_on_a_gpu(mode: str) -> None:
             assert line["device"]
             assert line["cuda"]
     assert 100 < found[0].setting["ceiling_gbps"] < 20000
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"causal": "bottom-right"}, (None, None)),
+        ({"key_lengths": True}, (2, None)),
+        ({"mask": (2, 1, 8, 8)}, (2, None)),
+        ({"mask": (1, 4, 8, 8)}, (None, 4)),
+        ({"mask": (1, 1, 8, 8)}, (None, None)),
+        ({"score": Score("x")}, (2, 4)),
+    ],
+)
+def test_flex_makes_a_block_mask_for_each_entry_that_has_its_own(
+    options: dict[str, Any], sizes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    made: list[tuple[int | None, ...]] = []
+    monkeypatch.setattr(flex, "create_block_mask", lambda seen, *of, device: made.append(of))
+    monkeypatch.setattr(peers, "flex_modifications", lambda *of: (None, lambda b, h, i, j: j >= 0))
+    q, k, v = torch.zeros(3, 2, 4, 8, 16)
+    peers.PEERS["flex"].prepare(Problem(2, 4, 8, 8, 16, **options), q, k, v, {})
+    assert made == [(*sizes, 8, 8)]
