@@ -106,7 +106,7 @@ def program(
         compiler, sanitizer, HERE / "main.cpp", "", (*_OPTIONS, *instrumented, "-rdynamic"), (str(objects.path), "-ldl")
     )
     runner.path.chmod(0o700)
-    options = (*_kernel_options(compiler, source, defines, folders), "-O1", *instrumented)
+    options = (*_kernel_options(compiler, source, defines, folders), "-Og", *instrumented)
     if sanitizer == "uninitialised":
         options += _CALL_AT_ENTRY
     return runner, _kernel(compiler, source, (entry,), options, folders=folders)
