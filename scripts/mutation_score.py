@@ -39,20 +39,23 @@ def text(rows: Iterable[Row]) -> str:
     by_folder: dict[str, list[Row]] = {}
     for row in sorted(every, key=lambda row: (row["group"], folder_of(row))):
         by_folder.setdefault(folder_of(row), []).append(row)
-    seeds = ", ".join(sorted({f"{row['group']} {row['seed']}" for row in every}))
+    samples = sorted({(row["group"], row["seed"]) for row in every})
     lines = [
         "# Mutation score",
         "",
         "Random mutations of Python files and kernels, and how many the tests notice. For each mutation the tests that",
-        "execute its line run, the cheapest first, for at most 40 s (Python) or 120 s (kernels). All tests may",
-        "notice more. The second column counts a mutation that was run with more tests after `make test` missed it.",
-        "A test that was written because of a surviving mutation does not change its row. Generated from",
-        f"`scripts/mutation_score.jsonl` with `make mutants ARGS=--table`. Seeds: {seeds}.",
+        "execute its line, or launch its kernel, run, the cheapest first, for at most 40 s or 120 s. The second column",
+        "also counts a mutation that these missed and others noticed, of `make test` or `make test-all`. A test that",
+        "was written because of a survivor does not change its row, and later samples have another seed. Written from",
+        "`scripts/mutation_score.jsonl` with `make mutants ARGS=--table`.",
         "",
         "| folder | mutations | noticed by tests of `make test` | with more tests | equivalent, not counted |",
         "| --- | --- | --- | --- | --- |",
         *(_line(folder, its_rows) for folder, its_rows in by_folder.items()),
-        *(_line(f"**{group}**", [r for r in every if r["group"] == group]) for group in ("host", "kernels")),
+        *(
+            _line(f"**{group}, seed {seed}**", [r for r in every if (r["group"], r["seed"]) == (group, seed)])
+            for group, seed in samples
+        ),
         _line("**all**", every),
         "",
         "## Not noticed",
