@@ -28,6 +28,7 @@
 #include "bwd_mainloop.cuh"
 #include "bwd_postprocess.cuh"
 #include "non_finite.cuh"
+#include "tile_scheduler_bwd.cuh"
 
 constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
 constexpr int ACCUM_AT = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
@@ -47,13 +48,6 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::
 static_assert(SECOND_K_OFFSET % 1024 == 0, "tiles are aligned to 1024 bytes");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 
-// A work tile as warp 0 publishes it: its keys, its m_block range, and the rows to which all 64 keys of a consumer are
-// visible.
-struct BwdWorkTile {
-    int key_tile, kv_head, b;  // b < 0: invalid
-    int begin, end;            // m_block range in query rows; begin is a multiple of BLOCK_M
-    Range fully_visible[2];
-};
 // Description of one use of the staging buffers. A consumer stages, in this order: in the iteration of each tile dQ of
 // the previous tile; after the last tile of a work tile, dV and then dK. The description of an iteration contains its
 // own tile, not the previous one, which the store warp remembers.
@@ -72,10 +66,13 @@ using QPipeline = Barriers::QPipeline;
 using dOPipeline = Barriers::dOPipeline;
 using WorkTilePipeline = Pipeline<Barriers::END>;  // published work tiles
 static_assert(STAGES == 2, "two work tiles are published at a time");
-constexpr unsigned TILES_AT = WorkTilePipeline::END, NON_FINITE_AT = TILES_AT + 2 * sizeof(BwdWorkTile),
-                   FLAGS_AT = NON_FINITE_AT + 8, STAGING_SLOTS_AT = FLAGS_AT + STAGES * 8;
-static_assert(STAGING_SLOTS_AT + STAGING_SLOTS * sizeof(StagedStore) <= SMEM_BYTES,
-              "mbarriers and published values have 1024 bytes");
+
+using WorkTiles = Published<BwdWorkTile, WorkTilePipeline::END, 2>;
+// Per consumer: it writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
+using NonFinite = Published<int, WorkTiles::END, 2>;
+using Flags = Published<int, NonFinite::END, STAGES * 2>;  // per stage and consumer
+using StagedStores = Published<StagedStore, Flags::END, STAGING_SLOTS>;
+static_assert(StagedStores::END <= SMEM_BYTES, "mbarriers and published values have 1024 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     mbarrier_init(EmptyV::at(base, 0), 8);
@@ -89,33 +86,180 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
-// groups, first n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head
-// has at most four n_blocks.
-__device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk, unsigned B) {
-    const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
-    unsigned width = 1;  // heads of an L2 head group
-    if (Head::LAST) {
-        const unsigned wave = key_tiles > 4 ? BLOCKS : (BLOCKS + 1) / 2;
-        const unsigned groups = min(max((heads * key_tiles + wave / 2) / wave, 1u), heads);
-        width = (heads + groups - 1) / groups;
-    }
-    const unsigned first = number / (width * key_tiles) * width,
-                   group_heads = min(width, max(heads, first + 1) - first);
-    const unsigned index = number - first * key_tiles, head = first + index % group_heads;
-    BwdWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
-                          head < heads ? static_cast<int>(head / Hk) : -1};
-    if (work_tile.b < 0) return work_tile;
-    const SeqlenInfo sequence(score, work_tile.b);
-    const Head bound(sequence, 0);  // the mask does not depend on the head
-    const int n0 = work_tile.key_tile * BLOCK_N;
-    const Range queries = bound.queries(n0, n0 + BLOCK_N);
-    work_tile.begin = queries.begin / BLOCK_M * BLOCK_M, work_tile.end = queries.end;
-    for (int consumer = 0; consumer < 2; ++consumer)
-        work_tile.fully_visible[consumer] =
-            bound.fully_visible_queries<true>(n0 + 64 * consumer, n0 + 64 * consumer + 64);
-    return work_tile;
+extern __shared__ __align__(1024) char smem[];
+__device__ __forceinline__ volatile BwdWorkTile& work_tile_slot(unsigned tile_index) {
+    return WorkTiles::at(smem, tile_index % 2);
 }
+__device__ __forceinline__ volatile StagedStore& staged_store(unsigned n) {
+    return StagedStores::at(smem, n % STAGING_SLOTS);
+}
+__device__ __forceinline__ volatile int& flags_of(unsigned i, unsigned consumer) {
+    return Flags::at(smem, 2 * stage_of(i) + consumer);
+}
+
+// Warp 0, one thread: publishes work tiles and staged stores, and loads Q, dO, K and V.
+struct LoadWarp {
+    const BwdParams& params;
+    const SmemAddr base;
+    // Counts: work tiles with visible queries; work tiles; staged stores; m_blocks.
+    unsigned nonempty_tiles = 0, tile_index = 0, staged_count = 0, i = 0;
+
+    // The tile counter is read late, when consumers are at most STAGES tiles behind, for load balance.
+    __device__ __forceinline__ BwdWorkTile fetch_work_tile() const {
+        const unsigned number =
+            tile_index ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(params.dQ_accum), 1u) : block_index_x();
+        return work_tile_of(number, params.score, params.Hk, params.B);
+    }
+    // Publishes the work tile and, if no tile of dQ will be staged before them, its stores of dV and dK.
+    __device__ __forceinline__ void publish(const BwdWorkTile& work_tile) {
+        WorkTilePipeline::acquire(base, tile_index);
+        work_tile.publish(work_tile_slot(tile_index));
+        if (work_tile.b < 0) staged_store(staged_count).m0 = StagedStore::LAST;
+        else if (work_tile.begin >= work_tile.end) publish_dKV_stores(staged_count);
+        mbarrier_arrive(WorkTilePipeline::full(base, tile_index % 2));
+    }
+    __device__ __forceinline__ void publish_store(unsigned n, int m0, int h) {
+        volatile StagedStore& entry = staged_store(n);
+        entry.m0 = m0;
+        entry.n0 = work_tile_slot(tile_index).key_tile * BLOCK_N;
+        entry.h = h;
+        entry.b = work_tile_slot(tile_index).b;
+    }
+    // Published before the last m_block of the work tile is loaded, or with the work tile if it has no m_blocks.
+    __device__ __forceinline__ void publish_dKV_stores(unsigned n) {
+#pragma unroll 1
+        for (int kind = StagedStore::dV; kind >= StagedStore::dK; --kind)
+            publish_store(n++, kind, work_tile_slot(tile_index).kv_head);
+    }
+
+    // Loads Q and dO of each m_block, K and V with the first one.
+    __device__ __forceinline__ void load_work_tile() {
+        const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
+        bool first = true;
+        MBlockLoop m_block(work_tile, params.group);
+#pragma unroll 1
+        while (m_block.head < params.group) {
+            TIMELINE(wait_empty);
+            QPipeline::acquire(base, i);
+            publish_store(staged_count, m_block.m0, work_tile.kv_head * params.group + m_block.head);
+            m_block.next(work_tile);
+            if (m_block.head == params.group) publish_dKV_stores(staged_count + 1);
+            if (first) mbarrier_wait(EmptyK::at(base, nonempty_tiles % 2), nonempty_tiles / 2 % 2 ^ 1);
+            load_tile(params.Q_tile_map, params.Q, Q_AT, params.K_map, params.K, nonempty_tiles % 2 * SECOND_K_OFFSET,
+                      QPipeline::full(base, stage_of(i)), first, work_tile);
+            TIMELINE(wait_empty);
+            dOPipeline::acquire(base, i);
+            if (first) mbarrier_wait(EmptyV::at(base, 0), nonempty_tiles % 2 ^ 1);
+            load_tile(params.dO_tile_map, params.dO, dO_AT, params.V_map, params.V, V_AT,
+                      dOPipeline::full(base, stage_of(i)), first, work_tile);
+            nonempty_tiles += first;
+            first = false;
+            ++staged_count;
+            ++i;
+        }
+        staged_count += 2;  // dV and dK
+    }
+    // Loads Q or dO, with K or V in the first m_block. A dimension with stride 0 (broadcast) has size 1 in the tensor
+    // map: its coordinate is 0.
+    __device__ __forceinline__ void load_tile(const TensorMap& map, const View<const dtype>& tensor, unsigned stages_at,
+                                              const TensorMap& keys_map, const View<const dtype>& keys,
+                                              unsigned keys_at, SmemAddr full, bool first,
+                                              const volatile BwdWorkTile& work_tile) const {
+        TIMELINE(load);
+        const volatile StagedStore& entry = staged_store(staged_count);
+        SmemLayoutQ::load(base + stages_at + stage_of(i) * SmemLayoutQ::BYTES, map, entry.m0,
+                          tensor.stride_h ? entry.h : 0, tensor.stride_b ? entry.b : 0, full,
+                          first ? SmemLayoutK::BYTES : 0);
+        if (first)
+            SmemLayoutK::load_part(base + keys_at, keys_map, 0, entry.n0, keys.stride_h ? work_tile.kv_head : 0,
+                                   keys.stride_b ? entry.b : 0, full);
+    }
+};
+
+// Warp 1: loads LSE and delta per m_block, and publishes its flags for each consumer.
+__device__ __forceinline__ void load_stats(const BwdParams& params, SmemAddr base) {
+    unsigned i = 0;
+#pragma unroll 1
+    for (unsigned tile_index = 0;; ++tile_index) {
+        WorkTilePipeline::wait(base, tile_index);
+        const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
+        if (static_cast<int>(uniform(work_tile.b)) < 0) break;
+        MBlockLoop m_block(work_tile, params.group);
+#pragma unroll 1
+        while (m_block.head < params.group) {
+            TIMELINE(wait_empty);
+            const unsigned lane = thread_index_x() % 32;  // recomputed to save a register
+            const int m0 = m_block.m0, row = m0 + lane;
+            const int rows = params.score.Sq - row;  // valid rows from the lane's first row on
+            const unsigned query_head =
+                (work_tile.b * opaque(params.Hk) + work_tile.kv_head) * params.group + m_block.head;
+            const unsigned long long from =
+                static_cast<unsigned long long>(query_head) * static_cast<unsigned>(params.score.Sq) + row;
+            const unsigned to = STATS_AT + 4 * (2 * stage_of(i) * BLOCK_M + lane);
+            QPipeline::acquire(base, i);
+            TIMELINE(load_stats);
+            load_LSE_and_delta_async(smem, to, params.LSE + from, params.delta + from, rows);
+            // Used by lanes 0 and 1, for consumers 0 and 1. Rows from Sq on are masked, too: their q is 0, and 0 * inf
+            // is NaN.
+            const volatile Range& unmasked = work_tile.fully_visible[lane % 2];
+            const int flags = (m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end) ? NEEDS_MASK : 0;
+            m_block.next(work_tile);
+            if (lane < 2) flags_of(i, lane) = flags | (m_block.head < params.group ? 0 : LAST_TILE);
+            __syncwarp();  // all lanes have written before lane 0 arrives
+            if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
+            ++i;
+        }
+        __syncwarp();  // all lanes have read the work tile
+        if (thread_index_x() % 32 == 0) WorkTilePipeline::release(base, opaque(tile_index));
+    }
+    TIMELINE(done);
+}
+
+// Warps 2 and 3, one thread each: store what a consumer has staged.
+struct StoreWarp {
+    const BwdParams& params;
+    const SmemAddr base;
+    const unsigned consumer;
+
+    __device__ __forceinline__ void run() const {
+        const SmemAddr from = base + STAGING_AT + consumer * STAGING_BYTES;
+        int previous_dQ_tile = -1;  // tile of the previous description, whose dQ is staged now; -1: none
+        wait_staging(0);            // the consumer's first commit has no data
+        release_staging();
+#pragma unroll 1
+        for (unsigned n = 0;; ++n) {
+            wait_staging(n + 1);
+            const volatile StagedStore& entry = staged_store(n);
+            const int kind = entry.m0;
+            if (kind == StagedStore::dV || kind == StagedStore::dK) {
+                if (!NonFinite::at(smem, consumer))
+                    tma_store(kind == StagedStore::dV ? params.dV_map : params.dK_map, 0, entry.n0 + 64 * consumer,
+                              entry.h, entry.b, from);
+            } else {
+                const unsigned long long offset =
+                    static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE + consumer * DQ_PART;
+                if (previous_dQ_tile >= 0) tma_reduce_add(params.dQ_accum + ACCUM_AT + offset, from, 4 * DQ_PART);
+                if (kind >= 0)
+                    previous_dQ_tile =
+                        (entry.b * opaque(params.Hk) * params.group + entry.h) * query_tiles<BLOCK_M>(params.score) +
+                        kind / BLOCK_M;
+            }
+            release_staging();
+            if (kind == StagedStore::LAST) break;
+        }
+        TIMELINE(done);
+    }
+    __device__ __forceinline__ void wait_staging(unsigned n) const {
+        TIMELINE(wait_dQ);
+        mbarrier_wait(Barriers::FulldQ::at(base, consumer), n % 2);
+        TIMELINE(store_dQ);
+    }
+    __device__ __forceinline__ void release_staging() const {
+        tma_store_commit();
+        tma_store_wait_read();
+        mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));
+    }
+};
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
@@ -127,211 +271,28 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dK_map, const __grid_constant__ TensorMap dV_map, int B, int Hk, int group,
     const __grid_constant__ Score score) {
-    extern __shared__ __align__(1024) char smem[];
+    const BwdParams params{Q,           K,     V,     dO,     LSE,    delta, dQ_accum, dK,    dV,   Q_tile_map,
+                           dO_tile_map, K_map, V_map, dK_map, dV_map, B,     Hk,       group, score};
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // mbarriers are initialised
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-
-    const auto work_tile_slot = [&](unsigned tile_index) -> volatile BwdWorkTile& {
-        return reinterpret_cast<volatile BwdWorkTile*>(smem + TILES_AT)[tile_index % 2];
-    };
-    const auto staged_store = [&](unsigned n) -> volatile StagedStore& {
-        return reinterpret_cast<volatile StagedStore*>(smem + STAGING_SLOTS_AT)[n % STAGING_SLOTS];
-    };
-    const auto flags_of = [&](unsigned i, unsigned consumer) -> volatile int& {
-        return reinterpret_cast<volatile int*>(smem + FLAGS_AT)[2 * stage_of(i) + consumer];
-    };
-    // Whether the consumer writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
-    const auto non_finite_flags = [&](unsigned consumer) -> volatile int& {
-        return reinterpret_cast<volatile int*>(smem + NON_FINITE_AT)[consumer];
-    };
-    const auto wait_work_tile = [&](unsigned tile_index) { WorkTilePipeline::wait(base, tile_index); };
-    const auto release_work_tile = [&](unsigned tile_index) { WorkTilePipeline::release(base, opaque(tile_index)); };
-    // Loop over the m_blocks of a work tile: head of the group and first row; head = group after the last one.
-    const auto first_m_block = [&](unsigned tile_index, int& head, int& m0) {
-        const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
-        m0 = work_tile.begin, head = m0 < work_tile.end ? 0 : group;
-    };
-    const auto next_m_block = [&](unsigned tile_index, int& head, int& m0) {
-        const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
-        m0 += BLOCK_M;
-        if (m0 >= work_tile.end) ++head, m0 = work_tile.begin;
-    };
-
     if (warp < 4) {
         setmaxnreg_dec<24>();
         if (warp == 0 && elect()) {
-            unsigned i = 0, staged_count = 0,
-                     nonempty_tiles = 0;  // counts: m_blocks; descriptions; work tiles with visible queries
+            LoadWarp load_warp{params, base};
 #pragma unroll 1
-            for (unsigned tile_index = 0;; ++tile_index) {
-                const auto publish_store = [&](unsigned n, int m0, int h) {
-                    volatile StagedStore& entry = staged_store(n);
-                    entry.m0 = m0;
-                    entry.n0 = work_tile_slot(tile_index).key_tile * BLOCK_N;
-                    entry.h = h;
-                    entry.b = work_tile_slot(tile_index).b;
-                };
-                // Published before the last m_block of the work tile is loaded, or with the work tile if it has no
-                // m_blocks.
-                const auto publish_dKV_stores = [&](unsigned n) {
-#pragma unroll 1
-                    for (int kind = StagedStore::dV; kind >= StagedStore::dK; --kind)
-                        publish_store(n++, kind, work_tile_slot(tile_index).kv_head);
-                };
-                {  // The tile counter is read late, when consumers are at most STAGES tiles behind, for load balance.
-                    const unsigned number = tile_index
-                                                ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u)
-                                                : block_index_x();
-                    const BwdWorkTile work_tile = work_tile_of(number, score, Hk, B);
-                    WorkTilePipeline::acquire(base, tile_index);
-                    volatile BwdWorkTile& published = work_tile_slot(tile_index);
-                    published.key_tile = work_tile.key_tile;
-                    published.kv_head = work_tile.kv_head;
-                    published.b = work_tile.b;
-                    published.begin = work_tile.begin;
-                    published.end = work_tile.end;
-                    for (int consumer = 0; consumer < 2; ++consumer) {
-                        published.fully_visible[consumer].begin = work_tile.fully_visible[consumer].begin;
-                        published.fully_visible[consumer].end = work_tile.fully_visible[consumer].end;
-                    }
-                    if (work_tile.b < 0) staged_store(staged_count).m0 = StagedStore::LAST;
-                    else if (work_tile.begin >= work_tile.end) publish_dKV_stores(staged_count);
-                    mbarrier_arrive(WorkTilePipeline::full(base, tile_index % 2));
-                    if (work_tile.b < 0) break;
-                }
-                const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
-                bool first = true;
-                int head, m0;
-                first_m_block(tile_index, head, m0);
-#pragma unroll 1
-                while (head < group) {
-                    // Loads Q or dO, with K or V in the first m_block. A dimension with stride 0 (broadcast) has size 1
-                    // in the tensor map: its coordinate is 0.
-                    const auto load_tile = [&](const TensorMap& map, const View<const dtype>& tensor, unsigned tile,
-                                               const TensorMap& keys_map, const View<const dtype>& keys,
-                                               unsigned keys_tile, SmemAddr full) {
-                        TIMELINE(load);
-                        const volatile StagedStore& entry = staged_store(staged_count);
-                        SmemLayoutQ::load(base + tile + stage_of(i) * SmemLayoutQ::BYTES, map, entry.m0,
-                                          tensor.stride_h ? entry.h : 0, tensor.stride_b ? entry.b : 0, full,
-                                          first ? SmemLayoutK::BYTES : 0);
-                        if (first)
-                            SmemLayoutK::load_part(base + keys_tile, keys_map, 0, entry.n0,
-                                                   keys.stride_h ? work_tile.kv_head : 0, keys.stride_b ? entry.b : 0,
-                                                   full);
-                    };
-                    TIMELINE(wait_empty);
-                    QPipeline::acquire(base, i);
-                    publish_store(staged_count, m0, work_tile.kv_head * group + head);
-                    next_m_block(tile_index, head, m0);
-                    if (head == group) publish_dKV_stores(staged_count + 1);
-                    if (first) mbarrier_wait(EmptyK::at(base, nonempty_tiles % 2), nonempty_tiles / 2 % 2 ^ 1);
-                    load_tile(Q_tile_map, Q, Q_AT, K_map, K, nonempty_tiles % 2 * SECOND_K_OFFSET,
-                              QPipeline::full(base, stage_of(i)));
-                    TIMELINE(wait_empty);
-                    dOPipeline::acquire(base, i);
-                    if (first) mbarrier_wait(EmptyV::at(base, 0), nonempty_tiles % 2 ^ 1);
-                    load_tile(dO_tile_map, dO, dO_AT, V_map, V, V_AT, dOPipeline::full(base, stage_of(i)));
-                    nonempty_tiles += first;
-                    first = false;
-                    ++staged_count;
-                    ++i;
-                }
-                staged_count += 2;  // dV and dK
+            for (;; ++load_warp.tile_index) {
+                const BwdWorkTile work_tile = load_warp.fetch_work_tile();
+                load_warp.publish(work_tile);
+                if (work_tile.b < 0) break;
+                load_warp.load_work_tile();
             }
             TIMELINE(done);
-        } else if (warp == 1) {
-            unsigned i = 0;
-#pragma unroll 1
-            for (unsigned tile_index = 0;; ++tile_index) {
-                wait_work_tile(tile_index);
-                const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
-                if (static_cast<int>(uniform(work_tile.b)) < 0) break;
-                int head, m0;
-                first_m_block(tile_index, head, m0);
-#pragma unroll 1
-                while (head < group) {
-                    TIMELINE(wait_empty);
-                    const unsigned lane = thread_index_x() % 32;       // recomputed to save a register
-                    const int row = m0 + lane, rows = score.Sq - row;  // valid rows from the lane's first row on
-                    const unsigned query_head = (work_tile.b * opaque(Hk) + work_tile.kv_head) * group + head;
-                    const unsigned long long from =
-                        static_cast<unsigned long long>(query_head) * static_cast<unsigned>(score.Sq) + row;
-                    const unsigned to = STATS_AT + 4 * (2 * stage_of(i) * BLOCK_M + lane);
-                    QPipeline::acquire(base, i);
-                    TIMELINE(load_stats);
-                    // cp.async needs no registers: with plain loads ptxas waits for each one before it issues the next.
-#pragma unroll
-                    for (int t = 0; t < BLOCK_M; t += 32) {
-                        cp_async_4(base + to + 4 * t, LSE + from + t, t < rows);
-                        cp_async_4(base + to + 4 * (BLOCK_M + t), delta + from + t, t < rows);
-                    }
-                    cp_async_commit();
-                    cp_async_wait<0>();
-#pragma unroll
-                    for (int t = 0; t < BLOCK_M; t += 32) {
-                        float& x = reinterpret_cast<float*>(smem + to)[t];
-                        const float lse = x;
-                        x = t < rows && lse != -INF ? -lse * Head::LOG2E : -INF;  // no visible key: P is 0
-                        if (Head::is_large(lse)) x = NOT_A_NUMBER;
-                    }
-                    const volatile Range& unmasked =
-                        work_tile.fully_visible[lane % 2];  // used by lanes 0 and 1, for consumers 0 and 1
-                    // Rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
-                    const int flags = (m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end) ? NEEDS_MASK : 0;
-                    next_m_block(tile_index, head, m0);
-                    if (lane < 2) flags_of(i, lane) = flags | (head < group ? 0 : LAST_TILE);
-                    __syncwarp();  // all lanes have written before lane 0 arrives
-                    if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
-                    ++i;
-                }
-                __syncwarp();  // all lanes have read the work tile
-                if (thread_index_x() % 32 == 0) release_work_tile(tile_index);
-            }
-            TIMELINE(done);
-        } else if (warp >= 2 && elect()) {
-            const unsigned consumer = warp - 2;
-            const SmemAddr from = base + STAGING_AT + consumer * STAGING_BYTES;
-            int previous_dQ_tile = -1;  // tile of the previous description, whose dQ is staged now; -1: none
-            const auto wait_staging = [&](unsigned n) {
-                TIMELINE(wait_dQ);
-                mbarrier_wait(Barriers::FulldQ::at(base, consumer), n % 2);
-                TIMELINE(store_dQ);
-            };
-            const auto release_staging = [&] {
-                tma_store_commit();
-                tma_store_wait_read();
-                mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));
-            };
-            wait_staging(0);  // the consumer's first commit has no data
-            release_staging();
-#pragma unroll 1
-            for (unsigned n = 0;; ++n) {
-                wait_staging(n + 1);
-                const volatile StagedStore& entry = staged_store(n);
-                const int kind = entry.m0;
-                if (kind == StagedStore::dV || kind == StagedStore::dK) {
-                    if (!non_finite_flags(consumer))
-                        tma_store(kind == StagedStore::dV ? dV_map : dK_map, 0, entry.n0 + 64 * consumer, entry.h,
-                                  entry.b, from);
-                } else {
-                    const unsigned long long offset =
-                        static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE + consumer * DQ_PART;
-                    if (previous_dQ_tile >= 0) tma_reduce_add(dQ_accum + ACCUM_AT + offset, from, 4 * DQ_PART);
-                    if (kind >= 0)
-                        previous_dQ_tile =
-                            (entry.b * opaque(Hk) * group + entry.h) * query_tiles<BLOCK_M>(score) + kind / BLOCK_M;
-                }
-                release_staging();
-                if (kind == StagedStore::LAST) break;
-            }
-            TIMELINE(done);
-        }
+        } else if (warp == 1) load_stats(params, base);
+        else if (warp >= 2 && elect()) StoreWarp{params, base, warp - 2}.run();
         return;
     }
-
     setmaxnreg_inc<240>();
     const unsigned consumer = warp / 4 - 1;
     const int key_offset = 64 * consumer;  // first key of the consumer within the work tile
@@ -441,7 +402,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     if (consumer == 1) named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);  // consumer 0 starts
 #pragma unroll 1
     for (unsigned tile_index = 0;; ++tile_index) {
-        wait_work_tile(tile_index);
+        WorkTilePipeline::wait(base, tile_index);
         if (static_cast<int>(uniform(work_tile_slot(tile_index).b)) < 0) break;
         const bool has_queries = static_cast<int>(uniform(work_tile_slot(tile_index).begin)) <
                                  static_cast<int>(uniform(work_tile_slot(tile_index).end));
@@ -463,7 +424,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
         stage_tile_dKV(dV_rmem, 1.0f);
         // Not before stage_tile_dKV, which waits until the store warp has stored the previous dK: until then it reads
         // the previous work tile's flag.
-        if (threadIdx.x % 128 == 0) non_finite_flags(consumer) = non_finite;
+        if (threadIdx.x % 128 == 0) NonFinite::at(smem, consumer) = non_finite;
         commit_staging();
         stage_tile_dKV(dK_rmem, score.scale);  // committed in the next iteration, or after the last one
         if (non_finite)
@@ -471,7 +432,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
                                             work_tile_slot(tile_index).kv_head, Hk * group,
                                             work_tile_slot(tile_index).key_tile * BLOCK_N + key_offset, warp % 4);
         __syncwarp();  // all lanes have read the work tile
-        if (lane == 0) release_work_tile(tile_index);
+        if (lane == 0) WorkTilePipeline::release(base, opaque(tile_index));
     }
     float dQ[D_PAD / 2];  // of the last tile
     commit_dS();

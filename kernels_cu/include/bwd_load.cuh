@@ -57,3 +57,25 @@ __device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, Smem
     __syncwarp();  // all lanes have written before lane 0 arrives
     if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
 }
+
+// By a warp: the same by cp.async, which needs no registers: with plain loads ptxas waits for each one before it issues
+// the next. A lane copies every 32nd row to stats[2][BLOCK_M]; LSE, delta, `to` (byte offset in shared memory) and
+// `rows` (the number of valid rows) start at its first one.
+__device__ __forceinline__ void load_LSE_and_delta_async(char* smem, unsigned to, const float* LSE, const float* delta,
+                                                         int rows) {
+    const SmemAddr base = smem_address(smem);
+#pragma unroll
+    for (int t = 0; t < BLOCK_M; t += 32) {
+        cp_async_4(base + to + 4 * t, LSE + t, t < rows);
+        cp_async_4(base + to + 4 * (BLOCK_M + t), delta + t, t < rows);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+#pragma unroll
+    for (int t = 0; t < BLOCK_M; t += 32) {
+        float& x = reinterpret_cast<float*>(smem + to)[t];
+        const float lse = x;
+        x = t < rows && lse != -INF ? -lse * Head::LOG2E : -INF;  // no visible key: P is 0
+        if (Head::is_large(lse)) x = NOT_A_NUMBER;
+    }
+}

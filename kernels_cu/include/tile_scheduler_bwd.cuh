@@ -1,0 +1,76 @@
+// Tile scheduler of bwd_wgmma_persistent: dynamic. One warp fetches the work tiles of the block and publishes them in
+// shared memory, where the other warps read them.
+#pragma once
+#include <hopper.cuh>
+#include "score_mod.cuh"
+
+// COUNT values of type T at byte AT of shared memory, written by one warp and read by others. They are volatile: a warp
+// with few registers reads a value again instead of keeping it.
+template <class T, unsigned AT, unsigned COUNT>
+struct Published {
+    static constexpr unsigned END = AT + COUNT * sizeof(T);
+    static __device__ __forceinline__ volatile T& at(char* smem, unsigned i) {
+        return reinterpret_cast<volatile T*>(smem + AT)[i];
+    }
+};
+
+// A work tile: its keys, its m_block range, and the rows to which all 64 keys of a consumer are visible.
+struct BwdWorkTile {
+    int key_tile, kv_head, b;  // b < 0: invalid
+    int begin, end;            // m_block range in query rows; begin is a multiple of BLOCK_M
+    Range fully_visible[2];
+
+    __device__ __forceinline__ void publish(volatile BwdWorkTile& slot) const {
+        slot.key_tile = key_tile;
+        slot.kv_head = kv_head;
+        slot.b = b;
+        slot.begin = begin;
+        slot.end = end;
+        for (int consumer = 0; consumer < 2; ++consumer) {
+            slot.fully_visible[consumer].begin = fully_visible[consumer].begin;
+            slot.fully_visible[consumer].end = fully_visible[consumer].end;
+        }
+    }
+};
+
+// Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
+// groups, first n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head
+// has at most four n_blocks.
+__device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk, unsigned B) {
+    const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
+    unsigned width = 1;  // heads of an L2 head group
+    if (Head::LAST) {
+        const unsigned wave = key_tiles > 4 ? BLOCKS : (BLOCKS + 1) / 2;
+        const unsigned groups = min(max((heads * key_tiles + wave / 2) / wave, 1u), heads);
+        width = (heads + groups - 1) / groups;
+    }
+    const unsigned first = number / (width * key_tiles) * width,
+                   group_heads = min(width, max(heads, first + 1) - first);
+    const unsigned index = number - first * key_tiles, head = first + index % group_heads;
+    BwdWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
+                          head < heads ? static_cast<int>(head / Hk) : -1};
+    if (work_tile.b < 0) return work_tile;
+    const SeqlenInfo sequence(score, work_tile.b);
+    const Head bound(sequence, 0);  // the mask does not depend on the head
+    const int n0 = work_tile.key_tile * BLOCK_N;
+    const Range queries = bound.queries(n0, n0 + BLOCK_N);
+    work_tile.begin = queries.begin / BLOCK_M * BLOCK_M, work_tile.end = queries.end;
+    for (int consumer = 0; consumer < 2; ++consumer)
+        work_tile.fully_visible[consumer] =
+            bound.fully_visible_queries<true>(n0 + 64 * consumer, n0 + 64 * consumer + 64);
+    return work_tile;
+}
+
+// The loop over the m_blocks of a published work tile, for each query head of the group. The range is read from shared
+// memory in each step.
+struct MBlockLoop {
+    int head, m0;  // head within the group and first row; head = group after the last m_block
+
+    __device__ __forceinline__ MBlockLoop(const volatile BwdWorkTile& work_tile, int group) : m0(work_tile.begin) {
+        head = m0 < work_tile.end ? 0 : group;
+    }
+    __device__ __forceinline__ void next(const volatile BwdWorkTile& work_tile) {
+        m0 += BLOCK_M;
+        if (m0 >= work_tile.end) ++head, m0 = work_tile.begin;
+    }
+};
