@@ -124,7 +124,7 @@ class _Examiners:
     def __init__(self, job: Job, first: bool):
         self._turn = NamedTemporaryFile(prefix="sandbox-watch-") if first and job.device != HOST else None  # noqa: SIM115
         self._job = replace(job, turn=Path(self._turn.name)) if self._turn else job
-        self._threads = ThreadPoolExecutor(2)
+        self._threads = ThreadPoolExecutor(2, "watching")
         self._complete = self._worker(examine.examine)
         self._first = self._worker(examine.first_verdict) if first else None
 

@@ -44,8 +44,9 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 class Workers:
     """Stands for both workers: `first` and `complete` answer their jobs."""
 
-    def __init__(self, first: Answer, complete: Answer):
+    def __init__(self, first: Answer, complete: Answer, ended: threading.Event | None = None):
         self.answers = {examine.first_verdict: first, examine.examine: complete}
+        self.ended = ended or threading.Event()  # set when a worker is closed
         self.started: list[object] = []
 
     def __call__(self, work: Any, prepare: object) -> SimpleNamespace:
@@ -58,7 +59,7 @@ class Workers:
                 raise WorkerDied("it was ended")
             return found, ""
 
-        return SimpleNamespace(do=do, close=closed.set)
+        return SimpleNamespace(do=do, close=lambda: (closed.set(), self.ended.set()))
 
 
 @pytest.fixture
@@ -136,6 +137,18 @@ def test_a_new_version_ends_the_examination_of_the_old_one(
     assert (first.number, last.number) == (0, 1)
     assert [version.texts["kernels_cu/fwd_minimal.cu"] for version in session.History(kernel).versions()] == [edited]
     assert workers.started == [examine.examine, examine.first_verdict, examine.examine]
+
+
+def test_an_end_between_the_verdict_and_the_complete_result(
+    watched: Callable[..., Iterator[session.Iteration]],
+) -> None:
+    ended = threading.Event()
+    workers = Workers(lambda job: OK, lambda job: (ended.wait(60), OK)[1], ended)
+    results = watched(workers)
+    assert next(results).found.pending
+    results.close()
+    assert ended.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("watching")]
 
 
 def test_findings_replace_the_process_that_ran_the_kernel(
