@@ -69,11 +69,6 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 __device__ constexpr int own_row(int k) { return Fragment::row(k); }
 __device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
 
-template <bool DIFFERENCES>
-struct Differences {
-    static constexpr bool YES = DIFFERENCES;
-};
-
 // The thread that loads K and V of all work tiles.
 __device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& K, const View<const dtype>& V,
                                         const TensorMap& K_map, const TensorMap& V_map, int row_tiles, int work_tiles,
@@ -98,6 +93,142 @@ __device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& 
         }
     }
 }
+
+// Sums of the row sums of the lanes that have the same rows.
+__device__ __forceinline__ void sum_over_lanes(float (&l)[ROWS_PER_THREAD]) {
+#pragma unroll 1
+    for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) l[r] += __shfl_xor_sync(0xffffffffu, l[r], lanes);
+}
+__device__ __forceinline__ void consumer_barrier() { named_barrier_sync(CONSUMER_BARRIER, CONSUMERS); }
+
+// The consumer warpgroup in one work tile. m, S and O_acc are variables of the kernel: as members they would compile to
+// other code.
+struct ConsumerWarpgroup {
+    const SmemAddr base;
+    const unsigned warp, lane;
+    const int g, q;
+    const float exponent;
+    const Head& group_head;       // all heads of the work tile have its mask
+    float* const warp_stats;      // [4][BLOCK_M], in shared memory
+    float (&m)[ROWS_PER_THREAD];  // a raw score, equal in all lanes that have the row
+    float (&S)[N], (&O_acc)[Values::SLABS][N];
+
+    // MMAs on the i-th tile of the pipeline (issue only), and the release of its stage.
+    __device__ __forceinline__ void mma_KQ(unsigned i) const {
+        KPipeline::wait(base, i);
+        const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(i) * Keys::BYTES);
+        const Descriptor Q_smem = Queries::k_major(base);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < D_PAD / 16; ++step)
+            wgmma<Order::K_MAJOR>(S, K_smem + Keys::k_step(step), Q_smem + Queries::k_step(step), step > 0);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void mma_VP(unsigned i) const {
+        VPipeline::wait(base, i);
+        const Descriptor P_smem = Pairs::k_major(base + P_AT + i % 2 * Pairs::BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int slab = 0; slab < Values::SLABS; ++slab) {
+            const Descriptor V_smem =
+                Values::mn_major(base + V_AT + stage_of(i) * Values::BYTES + slab * Values::SLAB_BYTES);
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / 16; ++step)
+                wgmma<Order::K_MAJOR, Order::MN_MAJOR>(O_acc[slab], V_smem + Values::mn_step(step),
+                                                       P_smem + Pairs::k_step(step), true);
+        }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void release_K(unsigned i) const {
+        if (lane == 0) KPipeline::release(base, i);
+    }
+    __device__ __forceinline__ void release_V(unsigned i) const {
+        if (lane == 0) VPipeline::release(base, i);
+    }
+    __device__ __forceinline__ void wait_S() const {
+        wgmma_wait<0>();
+        warpgroup_fence_operand(S);
+    }
+    __device__ __forceinline__ void wait_O() const {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int slab = 0; slab < Values::SLABS; ++slab) warpgroup_fence_operand(O_acc[slab]);
+    }
+
+    // Raw scores (in units of the dot product); -INF where masked.
+    __device__ __forceinline__ void score_mod_and_mask(const WorkTileRange& work_tile, int key) const {
+        const int column = opaque(q);  // hides that it is loop-invariant: saves registers
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const int row = row_of(own_row(k), column);
+            const Head head(group_head, work_tile.head(row));
+            const ScoreIndex at(work_tile.query(row), key, 0, k / 2 % 2 * 8);
+            S[k] = head.visible(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
+        }
+    }
+    __device__ __forceinline__ float apply_dropout(const WorkTileRange& work_tile, int k, float x, int key) const {
+        if (!DROPOUT) return x;
+        const int row = row_of(own_row(k), opaque(q));
+        return Head(group_head, work_tile.head(row)).keep(work_tile.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
+    }
+    // P = exp(S - m), to P_smem; returns whether some P is too large. OF_DIFFERENCES: from S - m, which cannot
+    // overflow.
+    template <bool OF_DIFFERENCES>
+    __device__ __forceinline__ bool exponentiate(const WorkTileRange& work_tile, SmemAddr P_smem, int key) const {
+        float max_P = 0.0f;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float top = m[own_row(k)];
+            if constexpr (OF_DIFFERENCES) S[k] = ex2((S[k] - finite_max(top)) * exponent);
+            else S[k] = ex2(fmaf(S[k], exponent, softmax_shift(top, exponent)));
+            max_P = fmaxf(max_P, S[k]);
+        }
+        unsigned pairs[BLOCK_M / 16][4];
+#pragma unroll
+        for (int k = 0; k < N; k += 2)
+            pairs[k / 8][k / 2 % 4] =
+                pack(apply_dropout(work_tile, k, S[k], key), apply_dropout(work_tile, k + 1, S[k + 1], key));
+        store_transposed<Pairs>(P_smem, warp * 2, pairs);
+        fence_proxy_async();
+        return max_P > P_LIMIT;
+    }
+    // m = max(m, row maximum of S); rescales O and l. Returns whether some |m| is very large: every tile then takes P
+    // from S - m. Equal in all warps.
+    __device__ __forceinline__ bool rescale(float (&l)[ROWS_PER_THREAD]) const {
+        float lane_max[ROWS_PER_THREAD];
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) lane_max[r] = fmaxf(S[r / 2 * 4 + r % 2], S[r / 2 * 4 + r % 2 + 2]);
+#pragma unroll 1
+        for (int lanes = 4; lanes < 32; lanes *= 2)
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_THREAD; ++r)
+                lane_max[r] = fmaxf(lane_max[r], __shfl_xor_sync(0xffffffffu, lane_max[r], lanes));
+        if (g == 0) store_row_stats(warp_stats + warp * BLOCK_M, lane_max);
+        consumer_barrier();
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+            float top = m[r];
+            for (int w = 0; w < 4; ++w) top = fmaxf(top, warp_stats[w * BLOCK_M + row_of(r, q)]);
+            const float alpha = rescale_factor(m[r], top, exponent);
+            m[r] = top, l[r] *= alpha, scale_O(r, alpha);
+        }
+        bool large = false;
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) large |= Head::is_large(m[r], exponent);
+        return __any_sync(0xffffffffu, large);
+    }
+    __device__ __forceinline__ void store_row_stats(float* to, const float (&stats)[ROWS_PER_THREAD]) const {
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) to[row_of(r, q)] = stats[r];
+    }
+    __device__ __forceinline__ void scale_O(int r, float factor) const {  // the thread's r-th row
+#pragma unroll
+        for (int slab = 0; slab < Values::SLABS; ++slab)
+            for (int half = 0; half < 2; ++half) O_acc[slab][r / 2 * 4 + r % 2 + 2 * half] *= factor;
+    }
+};
 
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
@@ -128,194 +259,70 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const int g = lane / 4, q = lane % 4;
     float* const warp_stats = reinterpret_cast<float*>(smem + ROW_STATS_AT);  // [4][BLOCK_M]
     float* const row_maxima = warp_stats + 4 * BLOCK_M;                       // [BLOCK_M]
-    const auto consumer_barrier = [] { named_barrier_sync(CONSUMER_BARRIER, CONSUMERS); };
-    // Loads Q of a work tile, 16 bytes per copy; rows and columns out of range become zeros.
-    const auto load_Q = [&](const WorkTileRange& work_tile) {
-        const SeqlenInfo sequence(score, work_tile.b);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < BLOCK_M * Queries::SLABS * 8; i += CONSUMERS) {
-            const int row = i / (Queries::SLABS * 8), chunk = i % (Queries::SLABS * 8);
-            const bool valid = work_tile.has(row) && chunk * 8 < HEAD_DIM;
-            const int src_row = valid ? row : 0;
-            cp_async_16(base + Queries::chunk(row, chunk),
-                        sequence.query(Q, work_tile.head(src_row), work_tile.query(src_row)) + (valid ? 8 * chunk : 0),
-                        valid);
-        }
-        cp_async_commit();
-    };
-
     WorkTileRange work_tile(blockIdx.x, row_tiles, Hk, group, score);
-    load_Q(work_tile);
+    load_packed_rows<Queries, HEAD_DIM, CONSUMERS>(base, Q, work_tile, score);
     named_barrier_sync(BARRIERS_READY, THREADS);  // the mbarriers are initialised before they are used
 #pragma unroll 1
     for (;;) {
         const Head group_head(score, work_tile.b, work_tile.h * group);  // all heads of the work tile have its mask
         const Range fully_visible = group_head.fully_visible_keys(work_tile.first_query, work_tile.end_of_queries());
-        // m: a raw score, equal in all lanes that have the row; l: this thread's part of the row sum
+        // l: this thread's part of the row sum
         float m[ROWS_PER_THREAD], l[ROWS_PER_THREAD];
         float S[N], O_acc[Values::SLABS][N];
+        bool large = false;
+        ConsumerWarpgroup consumer{base, warp, lane, g, q, exponent, group_head, warp_stats, m, S, O_acc};
 #pragma unroll
         for (int r = 0; r < ROWS_PER_THREAD; ++r) m[r] = -INF, l[r] = 0.0f;
-        bool large = false;  // some |m| is very large: every tile then takes P from S - m; equal in all warps
 #pragma unroll
         for (int i = 0; i < Values::SLABS * N; ++i) O_acc[i / N][i % N] = 0.0f;
-        const auto store_row_stats = [&](float* to, const float (&stats)[ROWS_PER_THREAD]) {
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_THREAD; ++r) to[row_of(r, q)] = stats[r];
-        };
-        const auto scale_O = [&](int r, float factor) {  // the thread's r-th row
-#pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab)
-                for (int half = 0; half < 2; ++half) O_acc[slab][r / 2 * 4 + r % 2 + 2 * half] *= factor;
-        };
-        // m = max(m, row maximum of S); rescales O and l.
-        const auto rescale = [&] {
-            float lane_max[ROWS_PER_THREAD];
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_THREAD; ++r)
-                lane_max[r] = fmaxf(S[r / 2 * 4 + r % 2], S[r / 2 * 4 + r % 2 + 2]);
-#pragma unroll 1
-            for (int lanes = 4; lanes < 32; lanes *= 2)
-#pragma unroll
-                for (int r = 0; r < ROWS_PER_THREAD; ++r)
-                    lane_max[r] = fmaxf(lane_max[r], __shfl_xor_sync(0xffffffffu, lane_max[r], lanes));
-            if (g == 0) store_row_stats(warp_stats + warp * BLOCK_M, lane_max);
-            consumer_barrier();
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_THREAD; ++r) {
-                float top = m[r];
-                for (int w = 0; w < 4; ++w) top = fmaxf(top, warp_stats[w * BLOCK_M + row_of(r, q)]);
-                const float alpha = rescale_factor(m[r], top, exponent);
-                m[r] = top, l[r] *= alpha, scale_O(r, alpha);
-            }
-            large = false;
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_THREAD; ++r) large |= Head::is_large(m[r], exponent);
-            large = __any_sync(0xffffffffu, large);
-        };
-
-        const auto score_mod_and_mask = [&](int key) {  // raw scores (in units of the dot product); -INF where masked
-            const int column = opaque(q);               // hides that it is loop-invariant: saves registers
-#pragma unroll
-            for (int k = 0; k < N; ++k) {
-                const int row = row_of(own_row(k), column);
-                const Head head(group_head, work_tile.head(row));
-                const ScoreIndex at(work_tile.query(row), key, 0, k / 2 % 2 * 8);
-                S[k] = head.visible(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
-            }
-        };
-        const auto apply_dropout = [&](int k, float x, int key) {
-            if (!DROPOUT) return x;
-            const int row = row_of(own_row(k), opaque(q));
-            return Head(group_head, work_tile.head(row)).keep(work_tile.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
-        };
-
-        // MMAs on the i-th tile of the pipeline (issue only), and the release of its stage.
-        const auto mma_KQ = [&](unsigned i) {
-            KPipeline::wait(base, i);
-            const Descriptor K_smem = Keys::k_major(base + K_AT + stage_of(i) * Keys::BYTES);
-            const Descriptor Q_smem = Queries::k_major(base);
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < D_PAD / 16; ++step)
-                wgmma<Order::K_MAJOR>(S, K_smem + Keys::k_step(step), Q_smem + Queries::k_step(step), step > 0);
-            wgmma_commit();
-        };
-        const auto mma_VP = [&](unsigned i) {
-            VPipeline::wait(base, i);
-            const Descriptor P_smem = Pairs::k_major(base + P_AT + i % 2 * Pairs::BYTES);
-            wgmma_fence();
-#pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab) {
-                const Descriptor V_smem =
-                    Values::mn_major(base + V_AT + stage_of(i) * Values::BYTES + slab * Values::SLAB_BYTES);
-#pragma unroll
-                for (int step = 0; step < BLOCK_N / 16; ++step)
-                    wgmma<Order::K_MAJOR, Order::MN_MAJOR>(O_acc[slab], V_smem + Values::mn_step(step),
-                                                           P_smem + Pairs::k_step(step), true);
-            }
-            wgmma_commit();
-        };
-        const auto release_K = [&](unsigned i) {
-            if (lane == 0) KPipeline::release(base, i);
-        };
-        const auto release_V = [&](unsigned i) {
-            if (lane == 0) VPipeline::release(base, i);
-        };
-        const auto wait_S = [&] {
-            wgmma_wait<0>();
-            warpgroup_fence_operand(S);
-        };
-        const auto wait_O = [&] {
-            wgmma_wait<0>();
-#pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab) warpgroup_fence_operand(O_acc[slab]);
-        };
-
         cp_async_wait<0>();
         fence_proxy_async();
         consumer_barrier();  // Q has arrived; the previous O has been read
         if (OVERLAP_QK && work_tile.tiles > 0) {
-            mma_KQ(uniform(next_pipe_index));
-            wait_S();
+            consumer.mma_KQ(uniform(next_pipe_index));
+            consumer.wait_S();
         }
 #pragma unroll 1
         for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
             const unsigned pipe_index = uniform(next_pipe_index);
             const int n0 = work_tile.first_key(j), key = n0 + static_cast<int>(warp) * 16 + g;
-            const auto exponentiate = [&](auto of_differences) {  // stores P; true if some P is too large
-                float max_P = 0.0f;
-#pragma unroll
-                for (int k = 0; k < N; ++k) {
-                    const float top = m[own_row(k)];
-                    if constexpr (of_differences.YES) S[k] = ex2((S[k] - finite_max(top)) * exponent);
-                    else S[k] = ex2(fmaf(S[k], exponent, softmax_shift(top, exponent)));
-                    max_P = fmaxf(max_P, S[k]);
-                }
-                unsigned pairs[BLOCK_M / 16][4];
-#pragma unroll
-                for (int k = 0; k < N; k += 2)
-                    pairs[k / 8][k / 2 % 4] = pack(apply_dropout(k, S[k], key), apply_dropout(k + 1, S[k + 1], key));
-                store_transposed<Pairs>(base + P_AT + pipe_index % 2 * Pairs::BYTES, warp * 2, pairs);
-                fence_proxy_async();
-                return max_P > P_LIMIT;
-            };
             if (!OVERLAP_QK) {
-                mma_KQ(pipe_index);
-                wait_S();
+                consumer.mma_KQ(pipe_index);
+                consumer.wait_S();
             }
             const bool needs_mask =
                 !Head::LINEAR || (Head::FIRST && n0 < fully_visible.begin) || n0 + BLOCK_N > fully_visible.end;
-            if (needs_mask) score_mod_and_mask(key);
-            const bool needs_rescale = exponentiate(Differences<false>()) || large;
+            if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
+            const bool needs_rescale =
+                consumer.exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * Pairs::BYTES, key) || large;
             if (OVERLAP_QK) {
-                wait_O();  // of the previous tile
-                if (j > 0) release_V(pipe_index - 1);
+                consumer.wait_O();  // of the previous tile
+                if (j > 0) consumer.release_V(pipe_index - 1);
             }
             if (named_barrier_or(CONSUMER_BARRIER, CONSUMERS, needs_rescale)) {
-                mma_KQ(pipe_index);
-                wait_S();
-                if (needs_mask) score_mod_and_mask(key);
-                rescale();
-                exponentiate(Differences<true>());  // now P <= 1
+                consumer.mma_KQ(pipe_index);
+                consumer.wait_S();
+                if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
+                large = consumer.rescale(l);
+                consumer.exponentiate<true>(work_tile, base + P_AT + pipe_index % 2 * Pairs::BYTES, key);  // now P <= 1
                 consumer_barrier();
             }
-            release_K(pipe_index);
+            consumer.release_K(pipe_index);
 #pragma unroll
             for (int k = 0; k < N; ++k) l[own_row(k)] += S[k];
-            if (OVERLAP_QK && j + 1 < work_tile.tiles) mma_KQ(pipe_index + 1);
-            mma_VP(pipe_index);
+            if (OVERLAP_QK && j + 1 < work_tile.tiles) consumer.mma_KQ(pipe_index + 1);
+            consumer.mma_VP(pipe_index);
             if (OVERLAP_QK) {
                 wgmma_wait<1>();  // S is ready; O may still be in flight
                 warpgroup_fence_operand(S);
             } else {
-                wait_O();
-                release_V(pipe_index);
+                consumer.wait_O();
+                consumer.release_V(pipe_index);
             }
         }
         if (OVERLAP_QK) {
-            wait_O();
-            if (work_tile.tiles > 0) release_V(next_pipe_index - 1);
+            consumer.wait_O();
+            if (work_tile.tiles > 0) consumer.release_V(next_pipe_index - 1);
         }
 
         const int number = work_tile.number(row_tiles, Hk) + gridDim.x;
@@ -323,17 +330,15 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         WorkTileRange next = work_tile;
         if (more) {
             next = WorkTileRange(number, row_tiles, Hk, group, score);
-            load_Q(next);  // every warp has read the current Q: it passed the barrier after the last P
+            // Every warp has read the current Q: it passed the barrier after the last P.
+            load_packed_rows<Queries, HEAD_DIM, CONSUMERS>(base, Q, next, score);
         }
         bool non_finite = false;
 #pragma unroll
         for (int slab = 0; slab < Values::SLABS; ++slab) non_finite |= !all_finite<1>(O_acc[slab]);
-#pragma unroll 1
-        for (int lanes = 4; lanes < 32; lanes *= 2)
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_THREAD; ++r) l[r] += __shfl_xor_sync(0xffffffffu, l[r], lanes);
-        if (g == 0) store_row_stats(warp_stats + warp * BLOCK_M, l);
-        if (warp == 0 && g == 1) store_row_stats(row_maxima, m);  // for LSE
+        sum_over_lanes(l);
+        if (g == 0) consumer.store_row_stats(warp_stats + warp * BLOCK_M, l);
+        if (warp == 0 && g == 1) consumer.store_row_stats(row_maxima, m);  // for LSE
         // The row sums are stored, and no MMA reads P any more. A masked key has P = 0, but 0 * NaN is NaN: rows that
         // are not finite are recomputed. Rare.
         if (named_barrier_or(CONSUMER_BARRIER, CONSUMERS, Head::HIDES && non_finite)) {
@@ -352,7 +357,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             };
 #pragma unroll
             for (int r = 0; r < ROWS_PER_THREAD; ++r)
-                scale_O(r, finalize(SINK ? head_of(row_of(r, q)) : group_head, row_of(r, q), m[r]).inverse);
+                consumer.scale_O(r, finalize(SINK ? head_of(row_of(r, q)) : group_head, row_of(r, q), m[r]).inverse);
 #pragma unroll
             for (int slab = 0; slab < Values::SLABS; ++slab) {
                 unsigned pairs[BLOCK_M / 16][4];
@@ -361,16 +366,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 store_transposed<Pairs>(base + P_AT + slab * Pairs::BYTES, warp * 2, pairs);
             }
             consumer_barrier();
-#pragma unroll
-            for (int first = 0; first < BLOCK_M * Values::SLABS * 8; first += CONSUMERS) {
-                const int i = first + threadIdx.x, row = i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);
-                if (!work_tile.has(row) || chunk * 8 >= HEAD_DIM_V) continue;
-                const char* const from = smem + P_AT + chunk / 8 * Pairs::BYTES + Pairs::chunk(row, chunk % 8);
-                *reinterpret_cast<uint4*>(group_head.query(O, work_tile.head(row), work_tile.query(row)) + 8 * chunk) =
-                    *reinterpret_cast<const uint4*>(from);
-            }
+            store_packed_rows<Pairs, HEAD_DIM_V, CONSUMERS>(smem + P_AT, O, work_tile, group_head);
             if (const int row = threadIdx.x; row < BLOCK_M && work_tile.has(row)) {  // one thread per row
-
                 const Head head = head_of(row);
                 LSE[head.lse_offset(H, work_tile.head(row)) + work_tile.query(row)] =
                     finalize(head, row, row_maxima[row]).lse;

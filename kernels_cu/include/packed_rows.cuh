@@ -36,3 +36,36 @@ struct WorkTileRange {
         return static_cast<int>((first_head + row + 0.5f) * reciprocal(static_cast<float>(group)));
     }
 };
+
+// By THREADS threads: copies Q of a work tile to `tile`, 16 bytes per copy (cp.async). Rows of other work tiles and
+// columns from COLUMNS on become zeros.
+template <class Tile, int COLUMNS, unsigned THREADS>
+__device__ __forceinline__ void load_packed_rows(SmemAddr tile, const View<const dtype>& Q,
+                                                 const WorkTileRange& work_tile, const Score& score) {
+    const SeqlenInfo sequence(score, work_tile.b);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < BLOCK_M * Tile::SLABS * 8; i += THREADS) {
+        const int row = i / (Tile::SLABS * 8), chunk = i % (Tile::SLABS * 8);
+        const bool valid = work_tile.has(row) && chunk * 8 < COLUMNS;
+        const int src_row = valid ? row : 0;
+        cp_async_16(tile + Tile::chunk(row, chunk),
+                    sequence.query(Q, work_tile.head(src_row), work_tile.query(src_row)) + (valid ? 8 * chunk : 0),
+                    valid);
+    }
+    cp_async_commit();
+}
+
+// By THREADS threads: copies O of a work tile from shared memory, 16 bytes per copy. Each Slab has 64 columns.
+template <class Slab, int COLUMNS, unsigned THREADS>
+__device__ __forceinline__ void store_packed_rows(const char* slabs, const View<dtype>& O,
+                                                  const WorkTileRange& work_tile, const Head& group_head) {
+    constexpr int CHUNKS = (COLUMNS + 63) / 64 * 8;  // of 8 columns
+#pragma unroll
+    for (int first = 0; first < BLOCK_M * CHUNKS; first += THREADS) {
+        const int i = first + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
+        if (!work_tile.has(row) || chunk * 8 >= COLUMNS) continue;
+        const char* const from = slabs + chunk / 8 * Slab::BYTES + Slab::chunk(row, chunk % 8);
+        *reinterpret_cast<uint4*>(group_head.query(O, work_tile.head(row), work_tile.query(row)) + 8 * chunk) =
+            *reinterpret_cast<const uint4*>(from);
+    }
+}
