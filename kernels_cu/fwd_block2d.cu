@@ -76,7 +76,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
 #pragma unroll 1
         for (int d0 = 0; d0 < HEAD_DIM; d0 += BLOCK_D) {
             __syncthreads();  // every row has used the previous V, or step of K, before it is overwritten
-            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, K, b, kv_head, n0, head.Sk, d0);
+            load_tile4<BLOCK_N, BLOCK_D, K_PITCH, THREADS_X, THREADS_Y>(KV_smem, head.key_view(K), b, kv_head, n0,
+                                                                        head.Sk, d0);
             __syncthreads();  // the step of K, and Q, are complete before any row reads them
             add_dot_products<Q_PITCH, K_PITCH>(S_rmem, Q_smem + d0, KV_smem, min(BLOCK_D, HEAD_DIM - d0));
         }
@@ -119,8 +120,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
 #pragma unroll 1
         for (int j0 = 0; j0 < BLOCK_N && n0 + j0 < keys.end; j0 += V_ROWS) {
             __syncthreads();  // every row has used K, or the previous step of V, before it is overwritten
-            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, V, b, kv_head, n0 + j0,
-                                                                                   head.Sk, 0);
+            load_tile4<V_ROWS, V_PITCH, V_PITCH, THREADS_X, THREADS_Y, HEAD_DIM_V>(KV_smem, head.key_view(V), b,
+                                                                                   kv_head, n0 + j0, head.Sk, 0);
             __syncthreads();  // the step of V, and P, are complete before any row reads them
             const float *P_row = P_smem + ty * P_PITCH + j0, *V_col = KV_smem + 4 * tx;
             const auto visible = [&](int i, int j) { return head.visible(query_row + i * THREADS_Y, n0 + j0 + j); };

@@ -32,6 +32,7 @@ kernel = Kernel(
     rung=2,
     default=True,
     ragged=True,
+    paged=True,
     summary="a 2-D thread block per tile; each thread has a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),

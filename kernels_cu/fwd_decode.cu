@@ -19,8 +19,9 @@
 //                    (at the end O [BLOCK_M][DV_PAD + 8] in fp32 in a warp's stages) | DSMEM: O, m, l of each rank
 // clang-format on
 //
-// A key tile is in one page; the address of the next tile is read while the current one is loaded. Rescaling is
-// deferred as in fwd_mma. The tensor cores are mostly idle: Q stays in shared memory to save registers.
+// The address of the next key tile is read while the current one is loaded; if a tile is in several pages, lane i reads
+// the address of its i-th key. Rescaling is deferred as in fwd_mma. The tensor cores are mostly idle: Q stays in shared
+// memory to save registers.
 //
 // float8: a tile of the same size in bytes has twice as many keys. S is an 8-bit MMA. V is converted to fp16 after the
 // load from shared memory, so that P needs to be rounded to fp16 only.
@@ -57,7 +58,8 @@ constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * B
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
 constexpr unsigned DSMEM_BYTES = CLUSTER == 1 ? 0 : CLUSTER * BLOCK_M * (16 * RANK_QUADS + 8);
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile consists of whole MMA steps");
-static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
+constexpr bool TILE_IN_PAGE = PAGE_SIZE % BLOCK_N == 0;  // also without pages
+static_assert(TILE_IN_PAGE || BLOCK_N <= 32, "one lane per key of a tile");
 static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
@@ -95,17 +97,33 @@ __device__ __forceinline__ void mma_PV(float (*O)[4], const unsigned (&P)[4], co
 // Issues cp.async for a tile of BLOCK_N rows of K or V with the lanes of a warp; rows >= valid_rows are filled with
 // zeros. Fewer instructions than cp_async_tile: the instruction cache misses of a new block delay its first loads.
 template <class TileRows, int WIDTH, class T>
-__device__ __forceinline__ void load_rows(SmemAddr tile, const T* from, long long stride, int valid_rows,
-                                          unsigned lane) {
+__device__ __forceinline__ void load_rows(SmemAddr tile, const View<const T>& tensor, int kv_head, KeyAddress address,
+                                          int valid_rows, unsigned lane) {
     constexpr unsigned STEP = 32 / TileRows::CHUNKS, ACTIVE = STEP * TileRows::CHUNKS;
     const unsigned row0 = lane / TileRows::CHUNKS, chunk = lane % TileRows::CHUNKS;
     if (ACTIVE < 32 && lane >= ACTIVE) return;
     const int rows = chunk * CHUNK < WIDTH ? valid_rows - static_cast<int>(row0) : 0;
-    from += row0 * stride + chunk * CHUNK;
+    const T* from = tensor.row(address.entry, kv_head, address.row);
+    from += row0 * tensor.stride_s + chunk * CHUNK;
 #pragma unroll
-    for (unsigned i = 0; i < (BLOCK_N + STEP - 1) / STEP; ++i, from += STEP * stride)
+    for (unsigned i = 0; i < (BLOCK_N + STEP - 1) / STEP; ++i, from += STEP * tensor.stride_s)
         if (BLOCK_N % STEP == 0 || row0 + i * STEP < BLOCK_N)
             cp_async_16(tile + TileRows::at(row0 + i * STEP, chunk), from, static_cast<int>(i * STEP) < rows);
+}
+
+// The same for a tile in several pages; `address` is that of the key of this lane.
+template <class TileRows, int WIDTH, class T>
+__device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<const T>& tensor, int kv_head,
+                                                   KeyAddress address, int valid_rows, unsigned lane) {
+    const T* const own = tensor.row(address.entry, kv_head, address.row);
+#pragma unroll
+    for (unsigned i = 0; i < (BLOCK_N * TileRows::CHUNKS + 31) / 32; ++i) {
+        const unsigned row = (lane + 32 * i) / TileRows::CHUNKS, chunk = (lane + 32 * i) % TileRows::CHUNKS;
+        const unsigned long long from = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own), row);
+        if (row < BLOCK_N)
+            cp_async_16(tile + TileRows::at(row, chunk), reinterpret_cast<const T*>(from) + chunk * CHUNK,
+                        static_cast<int>(row) < valid_rows && chunk * CHUNK < WIDTH);
+    }
 }
 
 using LaneOffsets = ForwardOffsets<QKOffsets, VOffsets>;
@@ -119,7 +137,7 @@ struct KeyPipeline {
     const unsigned lane;
     const SmemAddr stages, stages_end;
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
-    KeyAddress next = {};              // of the next tile to load
+    KeyAddress next = {};              // of the next tile to load, or of this lane's key of it
 
     __device__ __forceinline__ KeyPipeline(const View<const dtype>& K, const View<const dtype_v>& V,
                                            const SeqlenInfo& seqlen, int kv_head, int end, unsigned lane,
@@ -132,15 +150,19 @@ struct KeyPipeline {
     }
     __device__ __forceinline__ void advance() { read_stage = next_stage(read_stage); }
     __device__ __forceinline__ void update_address(int j) {
-        if (j < end) next = seqlen.key_address(j * BLOCK_N);
+        if (j < end) next = seqlen.key_address(TILE_IN_PAGE ? j * BLOCK_N : min(j * BLOCK_N + lane, seqlen.Sk - 1));
+    }
+    template <class TileRows, int WIDTH, class T>
+    __device__ __forceinline__ void load_tile(SmemAddr tile, const View<const T>& tensor, int valid_rows) const {
+        if (TILE_IN_PAGE) load_rows<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
+        else load_rows_of_pages<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
     }
     // Loads key tile j, and reads the address of the warp's next tile.
     __device__ __forceinline__ void load(int j) {
         if (j < end) {
             const int valid_rows = seqlen.Sk - j * BLOCK_N;
-            load_rows<Tile, HEAD_DIM>(write_stage, K.row(next.entry, kv_head, next.row), K.stride_s, valid_rows, lane);
-            load_rows<VTile, HEAD_DIM_V>(write_stage + K_BYTES, V.row(next.entry, kv_head, next.row), V.stride_s,
-                                         valid_rows, lane);
+            load_tile<Tile, HEAD_DIM>(write_stage, K, valid_rows);
+            load_tile<VTile, HEAD_DIM_V>(write_stage + K_BYTES, V, valid_rows);
         }
         cp_async_commit();
         write_stage = next_stage(write_stage);

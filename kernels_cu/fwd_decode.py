@@ -85,10 +85,13 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 def first_for(p: Problem) -> bool:
     """Problems on which this kernel is faster than fwd_mma and fwd_wgmma, or fwd_wgmma_fp8 (experiment 020): few rows
-    and many keys, or up to 256 rows if tiles of 128 queries would leave half of the SMs idle."""
+    and many keys, or up to 256 rows if tiles of 128 queries would leave half of the SMs idle. Of ragged queries over
+    pages, those with few rows per sequence on average (not measured)."""
+    if p.ragged:
+        return bool(p.page_size) and p.rows[0] * p.group <= 64 * p.B
     rows, max_rows = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8 else 64
     few_rows, few_tiles = p.Sq <= 32 and rows <= max_rows, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
-    return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not (p.ragged or p.block_map[3])
+    return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.block_map[3]
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -107,8 +110,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
-            p.page_size % t.BLOCK_N == 0,
-            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: a key tile must not cross pages",
+            p.page_size % t.BLOCK_N == 0 or t.BLOCK_N == 16,
+            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: use 16 for tiles that cross pages",
         ),
         (t.BLOCK_M * width <= MAX_ACCUMULATORS, f"BLOCK_M={t.BLOCK_M} spills at Dv={p.Dv} with BLOCK_N={t.BLOCK_N}"),
         (
@@ -127,6 +130,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             t.BLOCK_M == 16 or t.WARPS < 8 or not (p.ragged or p.Dv != p.D),
             f"BLOCK_M={t.BLOCK_M} with WARPS={t.WARPS} spills with ragged batches or Dv={p.Dv}: use WARPS=4",
+        ),
+        (
+            t.BLOCK_M == 16 or not (p.ragged and p.page_size),
+            f"BLOCK_M={t.BLOCK_M} spills with ragged queries and pages: use 16",
         ),
         (
             t.BLOCK_M == 16 or not p.float8 or p.D <= 128 or p.Dv == p.D,

@@ -38,8 +38,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
     const Range keys = head.keys(m0, m0 + BLOCK_M);
     for (int n0 = keys.begin / BLOCK_N * BLOCK_N; n0 < keys.end; n0 += BLOCK_N) {
         __syncthreads();  // every row has used the previous K/V tile before it is overwritten
-        load_tile<BLOCK_N, BLOCK_M>(K_smem, K, b, h / group, n0, head.Sk, t);
-        load_tile<BLOCK_N, BLOCK_M, HEAD_DIM_V>(V_smem, V, b, h / group, n0, head.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M>(K_smem, head.key_view(K), b, h / group, n0, head.Sk, t);
+        load_tile<BLOCK_N, BLOCK_M, HEAD_DIM_V>(V_smem, head.key_view(V), b, h / group, n0, head.Sk, t);
         __syncthreads();  // the tile is complete before any row reads it
 
         float S_rmem[BLOCK_N] = {};

@@ -8,6 +8,7 @@ kernel = Kernel(
     rung=1,
     default=True,
     ragged=True,
+    paged=True,
     summary="one thread per query row, K and V tiles in shared memory",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),

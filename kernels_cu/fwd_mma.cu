@@ -27,7 +27,9 @@ using Tile = Swizzled<D_PAD>;                                                   
 using VTile = Swizzled<DV_PAD>;                                                         // rows of V and O
 // D = 96 and 128: the loads of the next tile are interleaved with the MMAs of Q K^T, and ldmatrix offsets take fewer
 // registers: 6% and 3% faster. D = 64 is 2% slower, D = 256 equal.
-constexpr bool INTERLEAVE_LOADS = M_TILES == 2 && (D_PAD == 96 || D_PAD == 128) && DV_PAD == D_PAD;
+// The interleaved loads of a tile have one stride: the tile must be in one page.
+constexpr bool INTERLEAVE_LOADS =
+    M_TILES == 2 && (D_PAD == 96 || D_PAD == 128) && DV_PAD == D_PAD && PAGE_SIZE % BLOCK_N == 0;
 constexpr int QK_STEPS = BLOCK_N / SUB_N * (D_PAD / 16);  // MMA steps of Q K^T per tile
 // Large tiles would spill if they were unrolled: their steps of SUB_N keys are a loop. 128 × 64 keys at D = 256 in
 // steps of 16 are 4 … 7% faster than 64 × 32 unrolled.
@@ -60,7 +62,7 @@ static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-b
 struct KeyTiles {
     const View<const dtype>&K, &V;
     const Head& head;
-    const dtype *K_head, *V_head;
+    const KeyRows<const dtype> K_rows, V_rows;
     char* stages;
     int m0, begin, end;                          // first query row of the block; its key tiles are begin .. end - 1
     int fully_visible_begin, fully_visible_end;  // key tiles without hidden scores, unless a block map has some
@@ -71,8 +73,8 @@ struct KeyTiles {
 
     __device__ __forceinline__ KeyTiles(const View<const dtype>& K, const View<const dtype>& V, const Head& head,
                                         int kv_head, int m0, char* stages)
-        : K(K), V(V), head(head), K_head(head.key(K, kv_head, 0)), V_head(head.key(V, kv_head, 0)), stages(stages),
-          m0(m0) {
+        : K(K), V(V), head(head), K_rows(head.rows_of_keys(K, kv_head)), V_rows(head.rows_of_keys(V, kv_head)),
+          stages(stages), m0(m0) {
         const Range keys = head.keys(m0, m0 + BLOCK_M),
                     visible_to_all = head.fully_visible_keys<Head::MAPPED>(m0, m0 + BLOCK_M);
         fully_visible_begin = (visible_to_all.begin + BLOCK_N - 1) / BLOCK_N;
@@ -95,8 +97,8 @@ struct KeyTiles {
     }
     __device__ __forceinline__ void load(int j, int ahead = 0) const {
         const SmemAddr stage = smem_address(stage_of(j, ahead));
-        cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, head.Sk);
-        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_head, V.stride_s, j * BLOCK_N, head.Sk);
+        cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_rows, j * BLOCK_N, head.Sk);
+        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_rows, j * BLOCK_N, head.Sk);
         cp_async_commit();
     }
     // Loads the tile after tile j.
@@ -112,9 +114,8 @@ struct KeyTiles {
             if (step != 1 + i * (QK_STEPS - 1) / COUNT) continue;
             if (i == 0) next = next_tile(j + 1);
             const SmemAddr stage = smem_address(stage_of(next, 1));
-            if (i == 0) K_copies.begin(stage, K_head, K.stride_s, next * BLOCK_N, next < end ? head.Sk : 0);
-            if (i == K_COUNT)
-                V_copies.begin(stage + K_BYTES, V_head, V.stride_s, next * BLOCK_N, next < end ? head.Sk : 0);
+            if (i == 0) K_copies.begin(stage, K_rows, next * BLOCK_N, next < end ? head.Sk : 0);
+            if (i == K_COUNT) V_copies.begin(stage + K_BYTES, V_rows, next * BLOCK_N, next < end ? head.Sk : 0);
             if (i < K_COUNT) K_copies.load(i, K.stride_s);
             else V_copies.load(i - K_COUNT, V.stride_s);
             if (i == COUNT - 1) cp_async_commit();

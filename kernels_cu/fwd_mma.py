@@ -66,6 +66,7 @@ kernel = Kernel(
     rung=3,
     default=True,
     ragged=True,
+    paged=True,
     summary="tensor cores (mma.sync): two cp.async stages in swizzled shared memory, deferred rescaling",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),

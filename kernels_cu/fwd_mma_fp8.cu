@@ -156,8 +156,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
     const int b = tile.b, m0 = tile.row0;  // causal: the longest tiles start first
     const int warp_row0 = m0 + warp * 16 * M_TILES;
     const Head head(score, b, h);
-    const dtype* const K_head = head.key(K, h / group, 0);
-    const dtype_v* const V_head = head.key(V, h / group, 0);
+    const auto K_rows = head.rows_of_keys(K, h / group);
+    const auto V_rows = head.rows_of_keys(V, h / group);
     const Range keys = head.keys(m0, m0 + BLOCK_M), visible_to_all = head.fully_visible_keys(m0, m0 + BLOCK_M);
     const int fully_visible_begin = (visible_to_all.begin + BLOCK_N - 1) / BLOCK_N;  // key tiles without hidden scores
     const int fully_visible_end = max(visible_to_all.end, 0) / BLOCK_N;
@@ -165,9 +165,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
     const SmemAddr stages = smem_address(smem + BLOCK_M * ROW), Q_smem = smem_address(smem + warp * 16 * M_TILES * ROW);
     const auto load_stage = [&](int j) {
         const SmemAddr stage = stages + j % 2 * STAGE;
-        cp_async_tile<BLOCK_N, D_PAD / 2, THREADS>(stage, K_head, K.stride_s, j * BLOCK_N, head.Sk);
-        cp_async_tile<BLOCK_N, DV_PAD / 2, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_head, V.stride_s, j * BLOCK_N,
-                                                                head.Sk);
+        cp_async_tile<BLOCK_N, D_PAD / 2, THREADS>(stage, K_rows, j * BLOCK_N, head.Sk);
+        cp_async_tile<BLOCK_N, DV_PAD / 2, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_rows, j * BLOCK_N, head.Sk);
         cp_async_commit();
     };
     const auto q_offsets = row_offsets<QKOffsets>(lane), k_offsets = transposed_offsets<QKOffsets>(lane);

@@ -68,6 +68,7 @@ kernel = Kernel(
     rung=3,
     default=True,
     ragged=True,
+    paged=True,
     summary="8-bit tensor cores (mma.sync): V is transposed by byte permutations between shared memory and MMA",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(8, 9),

@@ -2,6 +2,7 @@
 // of fragments with tiles. An element has 16 bits; float8 tiles are tiles of pairs.
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
+#include "tensor.cuh"
 
 // A row of COLUMNS elements consists of 16-byte chunks. The swizzle is an XOR of the chunk index with the row, so that
 // the eight rows of an ldmatrix matrix are in eight different groups of four banks.
@@ -43,6 +44,21 @@ __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, lo
     }
 }
 
+// The same for the rows of a head, which may be in pages.
+template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class AnyRows>
+__device__ __forceinline__ void cp_async_tile(SmemAddr tile, const AnyRows& rows, int n0, int S) {
+    if constexpr (AnyRows::template adjacent<ROWS>())
+        return cp_async_tile<ROWS, COLUMNS, THREADS_, WIDTH>(tile, rows.first_row(n0), rows.tensor.stride_s, n0, S);
+    using Tile = Swizzled<COLUMNS>;
+    constexpr int PER_CHUNK = 16 / sizeof(*rows(0));
+#pragma unroll 4
+    for (unsigned i = threadIdx.x; i < ROWS * Tile::CHUNKS; i += THREADS_) {
+        const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
+        const bool inside = n0 + row < S && chunk * PER_CHUNK < WIDTH;
+        cp_async_16(tile + Tile::at(row, chunk), rows(n0 + row) + chunk * PER_CHUNK, inside);
+    }
+}
+
 // The same as single copies, which a kernel interleaves with MMAs. A thread copies the same chunk of every group of a
 // row before it advances to another row: one address register, all other offsets are immediates.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T = dtype>
@@ -58,11 +74,12 @@ struct TileCopies {
     unsigned row, chunk;
     int rows;  // valid rows from `row`
 
-    __device__ __forceinline__ void begin(SmemAddr tile, const T* matrix, long long stride, int n0, int S) {
+    template <class AnyRows>
+    __device__ __forceinline__ void begin(SmemAddr tile, const AnyRows& all_rows, int n0, int S) {
         const unsigned thread = thread_index_x();
         row = thread / GROUP, chunk = thread % GROUP;
         to = tile + Tile::at(row, chunk);
-        from = matrix + (n0 + static_cast<int>(row)) * stride + chunk * PER_CHUNK;
+        from = all_rows.first_row(n0) + (n0 + static_cast<int>(row)) * all_rows.tensor.stride_s + chunk * PER_CHUNK;
         rows = S - n0 - static_cast<int>(row);
     }
     // Issues copy i of COUNT; in order.

@@ -136,8 +136,11 @@ struct Score {
     int bottom_right;  // whether `diagonal` is Sk - Sq of each batch entry
 #endif
 #if RAGGED
-    int rows_q, rows_k;  // total rows of the tensors; Sq and Sk are then max_seqlen_q and max_seqlen_k
-    int sequences;       // batch size
+    int rows_q;  // total rows of the tensors; Sq is then max_seqlen_q
+#if !PAGE_SIZE
+    int rows_k;  // of the keys; Sk is then max_seqlen_k
+#endif
+    int sequences;  // batch size
 #endif
 #if PAGE_SIZE
     int pages;  // of K and V
@@ -149,8 +152,10 @@ struct Score {
 #if RAGGED
     const int* cu_seqlens_q;  // (sequences + 1,)
     long long cu_seqlens_q_stride_b;
+#if !PAGE_SIZE
     const int* cu_seqlens_k;
     long long cu_seqlens_k_stride_b;
+#endif
 #endif
 #if KEY_LENGTHS
     const int* key_lengths;  // (B,)

@@ -14,7 +14,7 @@
 //
 // A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch
 // entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only entries of block_table below key_lengths are
-// read.
+// read. Its queries may be dense or ragged.
 //
 // Invalid lengths and pages are clamped to the bounds of the tensors; with CHECKED they are reported.
 // Part of score_mod.cuh, included after struct Score.
@@ -25,6 +25,8 @@ struct RowTile {
     int b, row0;
     __device__ __forceinline__ bool invalid() const { return b < 0; }
 };
+
+#define RAGGED_KEYS (RAGGED && !PAGE_SIZE)  // keys are packed as queries are
 
 #if RAGGED
 // cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed
@@ -93,6 +95,8 @@ struct Offsets {
 __device__ __forceinline__ Offsets query_offsets(const Score& score) {
     return {score.cu_seqlens_q, score.cu_seqlens_q_stride_b, score.sequences, score.rows_q, score.Sq};
 }
+#endif
+#if RAGGED_KEYS
 __device__ __forceinline__ Offsets key_offsets(const Score& score) {
     return {score.cu_seqlens_k, score.cu_seqlens_k_stride_b, score.sequences, score.rows_k, score.Sk};
 }
@@ -127,7 +131,7 @@ __device__ __forceinline__ RowTile query_tile_by_warp(const Score& score, unsign
 }
 template <int ROWS>
 __device__ __forceinline__ RowTile key_tile(const Score& score, unsigned x, int b) {
-#if RAGGED
+#if RAGGED_KEYS
     return key_offsets(score).template tile<ROWS>(x);
 #else
     return {b, static_cast<int>(x * ROWS)};
@@ -153,7 +157,7 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #endif
 }
 
-#if RAGGED
+#if RAGGED_KEYS
 // Offsets and lengths of a sequence, as read by the constructor of SeqlenInfo. all_keys: its rows of K, of which Sk are
 // valid.
 struct SeqlenOffsets {
@@ -167,6 +171,18 @@ struct KeyAddress {
     long long row;
 };
 
+#if PAGE_SIZE
+template <class T>
+struct PagedView;
+template <class T>
+struct PagedRows;
+template <class T>
+using KeyRows = PagedRows<T>;
+#else
+template <class T>
+using KeyRows = Rows<T>;
+#endif
+
 // Batch entry b: its lengths, and the addresses of its rows.
 struct SeqlenInfo {
     const Score& score;
@@ -174,48 +190,65 @@ struct SeqlenInfo {
     int Sq, Sk;    // queries and valid keys
     int diagonal;  // key i + diagonal is on the diagonal of query i
 #if RAGGED
-    int first_query, first_key, all_keys;
+    int first_query;
+#endif
+#if RAGGED_KEYS
+    int first_key, all_keys;
+#endif
 
+#if RAGGED
     __device__ __forceinline__ SeqlenInfo(const Score& score, int b) : score(score), b(b) {
-        const Offsets queries = query_offsets(score), keys = key_offsets(score);
-        if (CHECKED) queries.check(), keys.check();
+        const Offsets queries = query_offsets(score);
+        if (CHECKED) queries.check();
         first_query = queries.begin(b), Sq = queries.length(b);
+#if RAGGED_KEYS
+        const Offsets keys = key_offsets(score);
+        if (CHECKED) keys.check();
         first_key = keys.begin(b), Sk = all_keys = keys.length(b);
+#else
+        Sk = score.Sk;
+#endif
 #if KEY_LENGTHS
         Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), Sk);
 #endif
         diagonal = score.bottom_right ? Sk - Sq : 0;
+#if PAGE_SIZE
+        if (CHECKED && threadIdx.x == 0) check_pages();
+#endif
     }
+#else
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b)
+        : score(score), b(b), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal) {
+#if KEY_LENGTHS
+        Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), score.Sk);
+        if (score.bottom_right) diagonal = Sk - Sq;
+#endif
+#if PAGE_SIZE
+        if (CHECKED && threadIdx.x == 0) check_pages();
+#endif
+    }
+#endif
+#if RAGGED_KEYS
     // From offsets that were read before.
     __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets known)
         : score(score), b(b), Sq(known.Sq), Sk(known.Sk), diagonal(score.bottom_right ? known.Sk - known.Sq : 0),
           first_query(known.first_query), first_key(known.first_key), all_keys(known.all_keys) {}
     __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
-    __device__ __forceinline__ int key_rows() const { return all_keys; }  // of K, V, dK and dV; Sk of them are valid
+#endif
 
-    // The address of query row i, or of key j, in head h of a tensor.
+    // ---- queries
+
+#if RAGGED
+    // The address of query row i in head h of a tensor.
     template <class T>
     __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const {
         return tensor.row(0, h, first_query + i);
     }
-    template <class T>
-    __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
-        return tensor.row(0, h, first_key + j);
-    }
-    __device__ __forceinline__ KeyAddress key_address(int j) const {
-        return {0, static_cast<long long>(first_key) + j};
-    }
-
-    // Advances views so that row(b, h, i) is query i, or key i, of this sequence.
+    // Advances views so that row(b, h, i) is query i of this sequence.
     template <class... T>
     __device__ __forceinline__ void offset_queries(View<T>&... tensors) const {
         ((tensors.data += first_query * tensors.stride_s, tensors.stride_b = 0), ...);
     }
-    template <class... T>
-    __device__ __forceinline__ void offset_keys(View<T>&... tensors) const {
-        ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
-    }
-
     // Offset of query row 0 in LSE and delta, given the head's number in these tensors, or head h of H of this batch
     // entry.
     __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.rows_q + first_query; }
@@ -228,33 +261,34 @@ struct SeqlenInfo {
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
     }
-
     // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The batch coordinate is the row
     // at which the sequence ends, and the row coordinate is relative to it: rows of the box beyond the end are outside
     // of the tensor map, so that a load fills them with zeros and a store skips them (tma_load in hopper.cuh).
     __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
-    __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
-    __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
-    // The same for dK and dV, where rows beyond key_lengths are written, too.
-    __device__ __forceinline__ int key_row_box(int j) const { return j - all_keys; }
-    __device__ __forceinline__ int key_row_batch(int) const { return first_key + all_keys; }
 #else
-    __device__ __forceinline__ SeqlenInfo(const Score& score, int b)
-        : score(score), b(b), Sq(score.Sq), Sk(score.Sk), diagonal(score.diagonal) {
-#if KEY_LENGTHS
-        Sk = min(max(score.key_lengths[b * score.key_lengths_stride_b], 0), score.Sk);
-        if (score.bottom_right) diagonal = Sk - Sq;
-#endif
-#if PAGE_SIZE
-        if (CHECKED && threadIdx.x == 0) check_pages();
-#endif
-    }
-    __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class T>
     __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const {
         return tensor.row(b, h, i);
     }
+    template <class... T>
+    __device__ __forceinline__ void offset_queries(View<T>&...) const {}
+    __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.Sq; }
+    template <class Number>
+    __device__ __forceinline__ long long lse_offset(Number H, int h) const {
+        return lse_offset(static_cast<long long>(b) * H + h);
+    }
+    template <int ROWS>
+    __device__ __forceinline__ long long first_tile(int H, int h) const {
+        return (static_cast<long long>(b) * H + h) * query_tiles<ROWS>(score);
+    }
+    __device__ __forceinline__ int query_box(int i) const { return i; }
+    __device__ __forceinline__ int query_batch(int b) const { return b; }
+#endif
+
+    // ---- keys: the address of key j in head h of a tensor, also as a KeyAddress; all rows of the head; a view whose
+    // row (b, h, j) is key j
+
 #if PAGE_SIZE
     __device__ __forceinline__ int page(int j) const {
         return score.block_table[b * score.block_table_stride_b + j / PAGE_SIZE * score.block_table_stride_i];
@@ -267,35 +301,104 @@ struct SeqlenInfo {
         const KeyAddress address = key_address(static_cast<int>(j));
         return tensor.row(address.entry, h, address.row);
     }
+    template <class T>
+    __device__ __forceinline__ KeyRows<T> rows_of_keys(const View<T>& tensor, int h) const {
+        return {tensor, *this, h};
+    }
+    template <class T>
+    __device__ __forceinline__ PagedView<T> key_view(const View<T>& tensor) const {
+        return {tensor, *this};
+    }
+    __device__ __forceinline__ int key_rows() const { return score.Sk; }
+    template <class... T>
+    __device__ __forceinline__ void offset_keys(View<T>&...) const {}
     __device__ __forceinline__ void check_pages() const {
+        require(score.key_lengths[b * score.key_lengths_stride_b] <= score.Sk,
+                "key_lengths has more keys than block_table has pages for");
         for (int j = 0; j < Sk; j += PAGE_SIZE)
             require(0 <= page(j) && page(j) < score.pages, "block_table has a page that does not exist");
     }
 #else
-    __device__ __forceinline__ KeyAddress key_address(int j) const { return {b, j}; }
+#if RAGGED
+    template <class T>
+    __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
+        return tensor.row(0, h, first_key + j);
+    }
+    __device__ __forceinline__ KeyAddress key_address(int j) const {
+        return {0, static_cast<long long>(first_key) + j};
+    }
+    __device__ __forceinline__ int key_rows() const { return all_keys; }  // of K, V, dK and dV; Sk of them are valid
+    // Advances views so that row(b, h, j) is key j of this sequence.
+    template <class... T>
+    __device__ __forceinline__ void offset_keys(View<T>&... tensors) const {
+        ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
+    }
+    __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
+    __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
+    // The same for dK and dV, where rows beyond key_lengths are written, too.
+    __device__ __forceinline__ int key_row_box(int j) const { return j - all_keys; }
+    __device__ __forceinline__ int key_row_batch(int) const { return first_key + all_keys; }
+#else
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         return tensor.row(b, h, j);
     }
-#endif
-    template <class... T>
-    __device__ __forceinline__ void offset_queries(View<T>&...) const {}
+    __device__ __forceinline__ KeyAddress key_address(int j) const { return {b, j}; }
+    __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class... T>
     __device__ __forceinline__ void offset_keys(View<T>&...) const {}
-    __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.Sq; }
-    template <class Number>
-    __device__ __forceinline__ long long lse_offset(Number H, int h) const {
-        return lse_offset(static_cast<long long>(b) * H + h);
-    }
-    template <int ROWS>
-    __device__ __forceinline__ long long first_tile(int H, int h) const {
-        return (static_cast<long long>(b) * H + h) * query_tiles<ROWS>(score);
-    }
-    __device__ __forceinline__ int query_box(int i) const { return i; }
     __device__ __forceinline__ int key_box(int j) const { return j; }
-    __device__ __forceinline__ int query_batch(int b) const { return b; }
     __device__ __forceinline__ int key_batch(int b) const { return b; }
     __device__ __forceinline__ int key_row_box(int j) const { return j; }
     __device__ __forceinline__ int key_row_batch(int b) const { return b; }
 #endif
+    template <class T>
+    __device__ __forceinline__ KeyRows<T> rows_of_keys(const View<T>& tensor, int h) const {
+        return {tensor, key(tensor, h, 0)};
+    }
+    template <class T>
+    __device__ __forceinline__ View<T> key_view(View<T> tensor) const {
+        return tensor;
+    }
+#endif
 };
+
+#if PAGE_SIZE
+// View of tensor.cuh for keys in pages: row s is key s, and a row beyond the last key has the address of the last one.
+// At least one key is required.
+template <class T>
+struct PagedView {
+    const View<T>& tensor;
+    const SeqlenInfo& seqlen;
+
+    struct Step {
+        const PagedView& view;
+        int h, s, rows;
+    };
+    __device__ __forceinline__ T* row(int, int h, int s) const { return seqlen.key(tensor, h, min(s, seqlen.Sk - 1)); }
+    __device__ __forceinline__ Step step(int, int h, int s, int rows) const { return {*this, h, s, rows}; }
+    static __device__ __forceinline__ void advance(T*& at, Step& step) {
+        const long long column = at - step.view.row(0, step.h, step.s);
+        at = step.view.row(0, step.h, step.s += step.rows) + column;
+    }
+    __device__ __forceinline__ bool aligned(int, int, unsigned bytes) const {
+        const long long strides = tensor.stride_b | tensor.stride_h | tensor.stride_s;
+        return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % bytes == 0;
+    }
+};
+
+// Rows of tensor.cuh for keys in pages.
+template <class T>
+struct PagedRows {
+    const View<T>& tensor;
+    const SeqlenInfo& seqlen;
+    int h;
+
+    template <int ROWS>
+    static constexpr bool adjacent() {
+        return PAGE_SIZE % ROWS == 0;
+    }
+    __device__ __forceinline__ T* first_row(int n0) const { return (*this)(n0)-n0 * tensor.stride_s; }
+    __device__ __forceinline__ T* operator()(int j) const { return PagedView<T>{tensor, seqlen}.row(0, h, j); }
+};
+#endif

@@ -8,7 +8,8 @@
 #endif
 
 // A (B, H, S, D) tensor with unit stride in D. Strides are in elements, 64-bit: a tensor may have more than 2^31
-// elements. View in sandbox/launch/arguments.py has the same layout.
+// elements. View in sandbox/launch/arguments.py has the same layout. PagedView of seqlen.cuh has the same functions for
+// keys in pages.
 template <typename T>
 struct View {
     T* data;
@@ -17,14 +18,39 @@ struct View {
     __device__ __forceinline__ T* row(int b, int h, long long s) const {
         return data + b * stride_b + h * stride_h + s * stride_s;
     }
+    // advance(at, step(…)): an address in row s becomes that of the same column `rows` rows later.
+    __device__ __forceinline__ long long step(int b, int h, int s, int rows) const { return rows * stride_s; }
+    static __device__ __forceinline__ void advance(T*& at, long long step) { at += step; }
+    // Whether every row of head (b, h) begins at a multiple of `bytes`.
+    __device__ __forceinline__ bool aligned(int b, int h, unsigned bytes) const {
+        const unsigned long long head = reinterpret_cast<unsigned long long>(row(b, h, 0));
+        return (head | stride_s * sizeof(T)) % bytes == 0;
+    }
 };
 static_assert(sizeof(View<float>) == 32, "View and sandbox/launch/arguments.py disagree");
+
+// The rows of one head, an operand of cp_async_tile (mma_smem.cuh). PagedRows has the same functions for keys in pages.
+template <typename T>
+struct Rows {
+    const View<T>& tensor;
+    T* data;  // row 0
+
+    // Whether rows n0 .. n0 + ROWS - 1 have one stride, for n0 a multiple of ROWS.
+    template <int ROWS>
+    static constexpr bool adjacent() {
+        return true;
+    }
+    // The address of row 0, if all rows had the stride of those from n0 on.
+    __device__ __forceinline__ T* first_row(int n0) const { return data; }
+    __device__ __forceinline__ T* operator()(int row) const { return data + row * tensor.stride_s; }
+};
 
 // Loads rows n0 .. n0 + ROWS - 1 of head (b, h) into tile[ROWS][WIDTH] as fp32, with all THREADS threads of the block;
 // adjacent threads load adjacent columns. Rows >= S are filled with zeros, so that the compute loops need no bounds
 // checks.
-template <int ROWS, int THREADS, int WIDTH = HEAD_DIM, class T>
-__device__ __forceinline__ void load_tile(float* tile, View<const T> tensor, int b, int h, int n0, int S, int thread) {
+template <int ROWS, int THREADS, int WIDTH = HEAD_DIM, template <class> class AnyView, class T>
+__device__ __forceinline__ void load_tile(float* tile, AnyView<const T> tensor, int b, int h, int n0, int S,
+                                          int thread) {
     for (int i = thread; i < ROWS * WIDTH; i += THREADS) {
         const int row = n0 + i / WIDTH;
         tile[i] = row < S ? to_float(tensor.row(b, h, row)[i % WIDTH]) : 0.0f;
@@ -44,28 +70,28 @@ __device__ __forceinline__ float4 to_float4(Four<T> x) {
 }
 
 // Whether every row of head (b, h) is aligned for Four. Uniform across a block that has one head.
-template <class T>
-__device__ __forceinline__ bool aligned_for_dtype4(View<const T> tensor, int b, int h) {
-    const unsigned long long head = reinterpret_cast<unsigned long long>(tensor.row(b, h, 0));
-    return (head | tensor.stride_s * sizeof(T)) % sizeof(Four<T>) == 0;
+template <template <class> class AnyView, class T>
+__device__ __forceinline__ bool aligned_for_dtype4(AnyView<const T> tensor, int b, int h) {
+    return tensor.aligned(b, h, sizeof(Four<T>));
 }
 
 // Loads rows row0 .. row0 + ROWS - 1 and columns col0 .. col0 + COLS - 1 of head (b, h) into tile[ROWS][PITCH] as fp32,
 // with a block of X * Y threads. If the tensor is aligned, a load has four elements, and a thread issues all its loads
 // before it uses the first. Rows >= S and columns >= WIDTH are filled with zeros.
-template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM, class T>
-__device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, int b, int h, int row0, int S, int col0) {
+template <int ROWS, int COLS, int PITCH, int X, int Y, int WIDTH = HEAD_DIM, template <class> class AnyView, class T>
+__device__ __forceinline__ void load_tile4(float* tile, AnyView<const T> tensor, int b, int h, int row0, int S,
+                                           int col0) {
     static_assert(ROWS % Y == 0 && COLS % (4 * X) == 0 && PITCH % 4 == 0,
                   "every thread loads the same number of elements");
     constexpr int R = ROWS / Y, C = COLS / (4 * X);
     const int row = row0 + threadIdx.y, col = col0 + 4 * threadIdx.x;
     const T* from = tensor.row(b, h, row) + col;
-    const long long step = Y * tensor.stride_s;
+    auto step = tensor.step(b, h, row, Y);
     tile += threadIdx.y * PITCH + 4 * threadIdx.x;
     if (WIDTH % 4 == 0 && aligned_for_dtype4(tensor, b, h)) {
         Four<T> values[R][C];
 #pragma unroll
-        for (int r = 0; r < R; ++r, from += step)
+        for (int r = 0; r < R; ++r, tensor.advance(from, step))
 #pragma unroll
             for (int c = 0; c < C; ++c) {
                 values[r][c] = Four<T>{};
@@ -79,7 +105,7 @@ __device__ __forceinline__ void load_tile4(float* tile, View<const T> tensor, in
                 *reinterpret_cast<float4*>(tile + r * Y * PITCH + c * 4 * X) = to_float4(values[r][c]);
     } else {
 #pragma unroll 1
-        for (int r = 0; r < R; ++r, from += step, tile += Y * PITCH)
+        for (int r = 0; r < R; ++r, tensor.advance(from, step), tile += Y * PITCH)
 #pragma unroll 1
             for (int c = 0; c < C * 4 * X; c += 4 * X)
 #pragma unroll

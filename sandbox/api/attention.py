@@ -142,18 +142,13 @@ def attention_varlen(
     memory outside of the arrays is accessed. Raises the exceptions of `attention_forward`.
     """
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    for name, x in zip(("q", "k", "v", *CU_SEQLENS), (q, k, v, *offsets), strict=True):
-        if not hasattr(x, "dtype"):
-            raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
     opts, arrays = ragged(
         *collect("attention_varlen", q, causal, scale, options), offsets, (max_seqlen_q, max_seqlen_k)
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if len(x.shape) != 3:
-            raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (rows, heads, D)")
+        _check_dimensions(name, x, "(rows, heads, D)")
     for name, x in zip(CU_SEQLENS, offsets, strict=True):
-        if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
-            raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
+        _check_offsets(name, x)
     heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
     out, lse = _attend((*heads_first, *arrays), opts, True)
     out = out[0].swapaxes(0, 1)
@@ -161,47 +156,76 @@ def attention_varlen(
 
 
 def attention_paged(
-    q: Any, k_pages: Any, v_pages: Any, block_table: Any, key_lengths: Any, *, causal: bool | str = False,
-    scale: float | None = None, return_lse: bool = False, **options: Unpack[PagedKeywords],
+    q: Any, k_pages: Any, v_pages: Any, block_table: Any, key_lengths: Any, *, cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None, causal: bool | str = False, scale: float | None = None, return_lse: bool = False,
+    **options: Unpack[PagedKeywords],
 ) -> Any:  # fmt: skip
     """`attention` to the first key_lengths[b] keys of each batch entry, which are stored in pages (PagedAttention, Kwon
     et al. 2023, arXiv:2309.06180). Forward only. Keys are not gathered, and the host never waits for the GPU: the
     kernel reads block_table and key_lengths, so a CUDA graph may be replayed after their contents change.
 
-    q: (B, H, Sq, D), float16, bfloat16 or, with `descale`, float8. k_pages: (pages, page_size, Hk, D); v_pages: (pages,
-    page_size, Hk, Dv); page_size a multiple of 16; any strides with a unit stride in D. block_table: (B, max_pages)
-    int32: key j of batch entry b is row j % page_size of page block_table[b, j // page_size]; pages may be shared.
-    key_lengths: (B,) int32, at most max_pages * page_size. All on q's device. Entries of the table for keys beyond
-    key_lengths are not read.
+    q: (B, H, Sq, D), of the dtypes of `attention_forward`. k_pages: (pages, page_size, Hk, D); v_pages: (pages,
+    page_size, Hk, Dv); any strides with a unit stride in D. block_table: (B, max_pages) int32: key j of batch entry b
+    is row j % page_size of page block_table[b, j // page_size]; pages may be shared. key_lengths: (B,) int32, at most
+    max_pages * page_size. All on q's device. Entries of the table for keys beyond key_lengths are not read. Negative
+    lengths count as 0.
+
+    cu_seqlens_q: (B + 1,) int32, for a different number of queries per batch entry, such as prompts and single tokens
+    in one batch: q is (total_q, H, D), and the queries of entry b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], as
+    in `attention_varlen`.
 
     The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query sees the last valid
-    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size).
+    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with cu_seqlens_q, by
+    default total_q. Without bias and mask, max_seqlen_q has no effect.
 
-    Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32. It has no gradient. A page
-    number out of range is an error on the CPU backend and in `python -m sandbox sanitize`; on a GPU another page is
-    read instead. Raises the exceptions of `attention_forward`.
+    Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32; with cu_seqlens_q they are
+    (total_q, H, Dv) and (H, total_q). It has no gradient. A page number out of range, a key length beyond the table and
+    invalid cu_seqlens_q are errors on the CPU backend and with SANDBOX_CHECKED=1; else a GPU reads another page of
+    k_pages and v_pages, and no memory outside of them. Raises the exceptions of `attention_forward`.
     """
     check_keywords("attention_paged", options, PAGED)
+    _check_dimensions("q", q, "(B, H, Sq, D)" if cu_seqlens_q is None else "(total_q, H, D)")
     opts, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
+    if cu_seqlens_q is not None:
+        _check_offsets("cu_seqlens_q", cu_seqlens_q)
+        opts, arrays = ragged(opts, arrays, (cu_seqlens_q,), (max_seqlen_q, None))
+        q = q.swapaxes(0, 1)[None]
+    elif max_seqlen_q is not None:
+        raise UnsupportedProblem(f"max_seqlen_q={max_seqlen_q} without cu_seqlens_q is not supported: Sq is q.shape[2]")
     opts, arrays = paged(opts, arrays, block_table)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if not hasattr(x, "dtype"):
-            raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-        if len(x.shape) != 4:
-            raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be (pages, page_size, Hk, D)")
-    arrays = q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays
-    if library_of(q).needs_autograd(*arrays, opts.scale):
-        if opts.descale:
-            from . import torch_ops
-
-            out, lse = torch_ops.float8_forward(arrays, opts)
-        else:
-            from . import torch_autograd
-
-            out, lse = torch_autograd.paged_forward(arrays, opts)
-    else:
-        out, lse = run_forward(arrays, opts)
+        _check_dimensions(name, x, "(pages, page_size, Hk, D)")
+    out, lse = _attend_pages((q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays), opts)
+    if cu_seqlens_q is not None:
+        out, lse = out[0].swapaxes(0, 1), lse[0]
     return (out, lse) if return_lse else out
+
+
+def _check_dimensions(name: str, x: Any, layout: str) -> None:
+    if not hasattr(x, "dtype"):
+        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
+    if len(x.shape) != layout.count(",") + 1:
+        raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be {layout}")
+
+
+def _check_offsets(name: str, x: Any) -> None:
+    if not hasattr(x, "dtype"):
+        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
+    if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
+        raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
+
+
+def _attend_pages(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
+    """(out, lse) of q, pages of k and v, and the arrays that `options.arrays` names."""
+    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):
+        return run_forward(arrays, options)
+    if options.descale:
+        from . import torch_ops
+
+        return torch_ops.float8_forward(arrays, options)
+    from . import torch_autograd
+
+    return torch_autograd.paged_forward(arrays, options)
 
 
 def attention_backward(

@@ -63,7 +63,7 @@ VALUES = tuple(_CHECKS)  # options that are not arrays; each is a field of `Prob
 _PADDED = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # up to max_seqlen, in a ragged batch
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
-CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays; with pages the first alone
 BLOCK_TABLE = "block_table"  # of a paged batch, after all other arrays
 
 
@@ -275,18 +275,19 @@ def constants(options: Options, arrays: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def ragged(
-    options: Options, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, Any], max_seqlen: tuple[int | None, int | None]
+    options: Options, arrays: tuple[Any, ...], cu_seqlens: tuple[Any, ...], max_seqlen: tuple[int | None, int | None]
 ) -> tuple[Options, tuple[Any, ...]]:
-    """`options` and `arrays`, with the cu_seqlens of a ragged batch. `max_seqlen` is kept only with a bias or a mask,
-    whose last two dimensions it gives: otherwise calls that differ only in `max_seqlen` would need different plans.
-    Raises SpecError for a number that is not an integer >= 0."""
+    """`options` and `arrays`, with the cu_seqlens of a ragged batch: of q and k, or of q alone with pages. `max_seqlen`
+    is kept only with a bias or a mask, whose last two dimensions it gives: otherwise calls that differ only in
+    `max_seqlen` would need different plans. Raises SpecError for a number that is not an integer >= 0."""
     kept: tuple[int | None, int | None] = None, None
     if not _PADDED.isdisjoint(options.arrays):
         queries, keys = (
             n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", max_seqlen, strict=True)
         )
         kept = queries, keys
-    return replace(options, max_seqlen=kept, arrays=(*options.arrays, *CU_SEQLENS)), (*arrays, *cu_seqlens)
+    names = CU_SEQLENS[: len(cu_seqlens)]
+    return replace(options, max_seqlen=kept, arrays=(*options.arrays, *names)), (*arrays, *cu_seqlens)
 
 
 def paged(options: Options, arrays: tuple[Any, ...], block_table: Any) -> tuple[Options, tuple[Any, ...]]:

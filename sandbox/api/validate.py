@@ -10,7 +10,7 @@ from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
 from ..core.options import ARRAYS, Sizes
-from ..core.problem import PAGE_ROWS, Problem
+from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
@@ -53,7 +53,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
         B, Sq, Sk = _batch(views, options.max_seqlen)
     if BLOCK_TABLE in views:
         fields["page_size"], fields["pages"] = k.shape[2], k.shape[0]
-        Sk = _most_keys(views)
+        Sk = _most_keys(views, B)
     fields |= _float8(views, options)
     fields |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in options.gradients, out_dtype=fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
@@ -102,8 +102,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
 
 def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None]) -> tuple[int, int, int]:
     """The number of sequences, and the maximum number of queries and of keys of a sequence."""
-    queries, keys = (views[name] for name in CU_SEQLENS)
-    for name, view in zip(CU_SEQLENS, (queries, keys), strict=True):
+    queries = views[CU_SEQLENS[0]]
+    for name, view in ((name, views[name]) for name in CU_SEQLENS if name in views):
         if len(view.shape) != 1 or view.shape[0] < 1 or view.shape != queries.shape:
             raise UnsupportedProblem(
                 f"{name} has shape {view.shape}: it must be (B + 1,), equal for cu_seqlens_q and cu_seqlens_k"
@@ -115,15 +115,15 @@ def _batch(views: Mapping[str, ArrayView], longest: tuple[int | None, int | None
     return queries.shape[0] - 1, *most  # type: ignore[return-value]
 
 
-def _most_keys(views: Mapping[str, ArrayView]) -> int:
+def _most_keys(views: Mapping[str, ArrayView], B: int) -> int:
     """The maximum number of keys per batch entry that the block table can hold. Validates pages and table."""
-    table, (pages, _, page_size, _), B = views[BLOCK_TABLE], views["k"].shape, views["q"].shape[0]
+    table, (pages, _, page_size, _) = views[BLOCK_TABLE], views["k"].shape
     if table.dtype != "int32":
         raise UnsupportedProblem(f"{BLOCK_TABLE} is {table.dtype}: it must be int32")
     if len(table.shape) != 2 or table.shape[0] != B:
         raise UnsupportedProblem(f"{BLOCK_TABLE} has shape {table.shape}: it must be (B, max_pages), B={B}")
-    if not page_size or page_size % PAGE_ROWS:
-        raise UnsupportedProblem(f"k_pages has page_size={page_size}: it must be a positive multiple of {PAGE_ROWS}")
+    if not page_size:
+        raise UnsupportedProblem("k_pages has page_size=0: it must be at least 1")
     return table.shape[1] * page_size if pages else 0
 
 

@@ -98,7 +98,7 @@ class Kernel(Entry):
     maps: Mapping[str, BoxRows] = field(default_factory=dict, hash=False)  # tensor maps of an operation's matrices
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
-    paged: bool = False  # True: it takes keys in pages, which it finds by `key_address`
+    paged: bool = False  # True: it takes keys in pages; it finds them by include/seqlen.cuh
     deterministic: bool = True  # False: sums by atomics, in any order
     test_share: int = 1
     """The CPU backend runs a sample of one in `test_share` of the kernel's tests: more than 1 for kernels for few
@@ -201,7 +201,7 @@ class Kernel(Entry):
         if problem.ragged and not self.ragged:
             return f"{self.name}: ragged batches are not supported: call it once per sequence, or choose another kernel"
         if problem.page_size and not self.paged:
-            return f"{self.name}: paged keys are not supported: use fwd_decode, or gather the pages"
+            return f"{self.name}: paged keys are not supported: use fwd_mma or fwd_decode, or gather the pages"
         for name, width in problem.head_dims:
             if self.max_D < width:
                 return f"{self.name}: {name}={width} is not supported: head dimensions are at most {self.max_D}"

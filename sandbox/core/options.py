@@ -134,7 +134,7 @@ def _tensor(name: str, shape: tuple[int, ...], axes: str) -> Iterator[ScoreTenso
 
 
 def _cu_seqlens(p: Problem) -> Iterator[ScoreTensor]:
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k")[: 1 if p.page_size else 2]:
         yield from _tensor(name, (p.B + 1,) if p.ragged else (), "b")
 
 
@@ -220,9 +220,11 @@ def _drawn_mask(rng: Any, p: Problem) -> Any:
 
 
 def _drawn_lengths(rng: Any, p: Problem) -> Any:
-    """With several batch entries, one has length 0."""
+    """With several batch entries, one has length 0. With pages and ragged queries: those of `Problem.lengths`."""
     lengths = rng.integers(0, p.Sk + 1, p.B)
     lengths[:1], lengths[1:2] = p.Sk - p.Sk // 4, 0
+    if p.page_size and p.lengths:
+        lengths[:] = [keys for _, keys in p.lengths]
     return lengths
 
 
@@ -293,7 +295,7 @@ OPTIONS: tuple[Option, ...] = (
         numbers=(
             Number("bottom_right", _INT, lambda p: p.causal != "top-left", lambda p: p.key_lengths or bool(p.ragged)),
             Number("rows_q", _INT, lambda p: p.rows[0]),
-            Number("rows_k", _INT, lambda p: p.rows[1]),
+            Number("rows_k", _INT, lambda p: p.rows[1], lambda p: bool(p.ragged and not p.page_size)),
             Number("sequences", _INT, lambda p: p.B),
         ),
         flag={"help": "Ragged batch: lengths of the sequences, or QUERIESxKEYS: 64,128x256,… Replaces B and S."},

@@ -16,8 +16,6 @@ from .normalise import Causal, Window, cdiv, integer, normalise_causal, normalis
 from .options import ARRAYS, ELEMENTWISE, OPTIONS, SHOWN, check_products
 from .score import Score
 
-PAGE_ROWS = 16  # page_size must be a multiple of this: kernels copy 16 rows of one page at a time
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -43,7 +41,7 @@ class Problem:
 
     A paged batch: keys are stored in pages of `page_size` rows, k (pages, Hk, page_size, D) and v the same; a block
     table of (B, Sk / page_size) page numbers selects them; `key_lengths` is set. `pages`: by default the size of the
-    table.
+    table. Its queries may be ragged: `ragged` is then (rows of q, 0), and the keys in `lengths` are the key lengths.
     """
 
     B: int
@@ -79,7 +77,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        for name, value in _ragged_fields(self.ragged, self.lengths).items():
+        for name, value in _ragged_fields(self.ragged, self.lengths, self.page_size).items():
             set_(self, name, value)
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
@@ -102,7 +100,7 @@ class Problem:
         set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
         check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
-        for name, value in _paged_fields(self.page_size, self.pages, self.ragged, self.B, self.Sk).items():
+        for name, value in _paged_fields(self.page_size, self.pages, self.B, self.Sk).items():
             set_(self, name, value)
         self._check_tensors()
 
@@ -196,8 +194,9 @@ class Problem:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of each head of q, and of k and v."""
-        return (self.ragged[0], self.ragged[1]) if self.ragged else (self.Sq, self.Sk)
+        """Rows of each head of q, and of k and v; of keys in pages those of a batch entry."""
+        queries, keys = self.ragged or (self.Sq, self.Sk)
+        return queries, self.Sk if self.page_size else keys
 
     def query_tiles(self, BLOCK_M: int) -> int:
         """Tiles of BLOCK_M query rows per head; of a ragged batch an upper bound (include/seqlen.cuh)."""
@@ -214,8 +213,8 @@ class Problem:
 
     @property
     def sequences(self) -> tuple[Problem, ...]:
-        """The sequences of a ragged batch with known lengths, each as a dense problem of its own; () without
-        `lengths`."""
+        """The sequences of a ragged batch with known lengths, each as a dense problem of its own, without pages; ()
+        without `lengths`."""
 
         def part(Sq: int, Sk: int) -> Problem:
             sizes = {"b": 1, "i": Sq, "j": Sk}
@@ -228,7 +227,7 @@ class Problem:
                 if array.shape_is_field and (shape := getattr(self, name))
             }
             cut["descale"] = tuple(n if isinstance(n, float) else (1, n[1]) for n in self.descale)
-            return dataclasses.replace(self, B=1, Sq=Sq, Sk=Sk, ragged=(), lengths=(), **cut)
+            return dataclasses.replace(self, B=1, Sq=Sq, Sk=Sk, ragged=(), lengths=(), page_size=0, pages=0, **cut)
 
         return tuple(part(*pair) for pair in self.lengths)
 
@@ -333,8 +332,10 @@ _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem._
 # ---- ragged and paged batches: the fields that they set
 
 
-def _ragged_fields(ragged: Any, lengths: Any) -> dict[str, Any]:
-    """`ragged` and `lengths` of a problem as it keeps them, and B, Sq and Sk where they follow. Raises SpecError."""
+def _ragged_fields(ragged: Any, lengths: Any, page_size: Any) -> dict[str, Any]:
+    """`ragged` and `lengths` of a problem as it keeps them, and B, Sq and Sk where they follow: with pages Sk is a
+    multiple of `page_size`, and the rows of k are not counted. Raises SpecError."""
+    page_size = integer("page_size", page_size, 0)
     ragged, lengths = tuple(ragged or ()), tuple(lengths or ())
     found: dict[str, Any] = {}
     if lengths:
@@ -342,27 +343,25 @@ def _ragged_fields(ragged: Any, lengths: Any) -> dict[str, Any]:
         if any(len(pair) != 2 for pair in pairs):
             raise SpecError(f"lengths={lengths} must be pairs: queries and keys of each sequence")
         queries, keys = zip(*pairs, strict=True)
-        found = {"B": len(pairs), "Sq": max(queries), "Sk": max(keys)}
-        lengths, ragged = pairs, ragged or (sum(queries), sum(keys))
+        Sk = cdiv(max(keys), page_size) * page_size if page_size else max(keys)
+        found = {"B": len(pairs), "Sq": max(queries), "Sk": Sk}
+        used = sum(queries), 0 if page_size else sum(keys)
+        lengths, ragged = pairs, ragged or used
     if ragged and (len(ragged) != 2 or not all(0 <= n < 2**31 for n in ragged)):
         raise SpecError(f"ragged={ragged} must be two numbers below 2^31: the rows of q and of k")
-    if lengths and not all(sum(n) <= rows for n, rows in zip((queries, keys), ragged, strict=True)):
+    if ragged and page_size:
+        ragged = ragged[0], 0
+    if lengths and any(n > rows for n, rows in zip(used, ragged, strict=True)):
         raise SpecError(f"lengths={lengths} must not add up to more than ragged={ragged}, the rows of q and of k")
     return {**found, "ragged": ragged, "lengths": lengths}
 
 
-def _paged_fields(page_size: Any, pages: Any, ragged: tuple[int, ...], B: int, Sk: int) -> dict[str, Any]:
+def _paged_fields(page_size: Any, pages: Any, B: int, Sk: int) -> dict[str, Any]:
     """`page_size` and `pages` of a problem as it keeps them, and `key_lengths`, which pages always have. Raises
     SpecError."""
     page_size, pages = integer("page_size", page_size, 0), integer("pages", pages, 0)
     if not page_size:
         return {"page_size": 0, "pages": 0}
-    if page_size % PAGE_ROWS:
-        raise SpecError(f"page_size={page_size} must be a multiple of {PAGE_ROWS}, or 0 for keys without pages")
-    if ragged:
-        raise SpecError(
-            f"page_size={page_size} is not supported for a ragged batch: use the same number of queries per sequence"
-        )
     if Sk % page_size:
         raise SpecError(f"Sk={Sk} must be a multiple of page_size={page_size}")
     pages = pages or B * Sk // page_size

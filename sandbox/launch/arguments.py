@@ -224,7 +224,8 @@ class ArgumentBlock:
                     slot = map_slot(value, *described(problem, tensor, row.rows(tile)), encode)
                 else:
                     value.stride_b, value.stride_h, value.stride_s = tensor.strides[:3]
-                    value.stride_b *= not problem.ragged  # a ragged batch is one batch entry
+                    if problem.ragged and not (problem.page_size and row.tensor in ("K", "V")):
+                        value.stride_b = 0  # a ragged batch is one batch entry
             if tensor:
                 slot.value = tensor.pointer
             self.values.append(value)

@@ -14,13 +14,15 @@ def gather_pages(pages: Array, block_table: Array, key_lengths: Array) -> Array:
     """Dense keys or values (B, Hk, max pages * page_size, D) from pages (pages, page_size, Hk, D), block_table
     (B, max pages) and key_lengths (B,). Rows beyond key_lengths are zero.
 
-    Raises ValueError if a valid key is in a page that does not exist.
+    Raises ValueError if a valid key is in a page that does not exist, or beyond the table.
     """
     count, page_size, Hk, D = pages.shape
     B, most = block_table.shape
     found = np.zeros((B, most * page_size, Hk, D), pages.dtype)
     for b in range(B):
-        length = min(max(int(key_lengths[b]), 0), most * page_size)
+        length = max(int(key_lengths[b]), 0)
+        if length > most * page_size:
+            raise ValueError(f"key_lengths[{b}]={length}: block_table has pages for {most * page_size} keys")
         used = block_table[b, : -(-length // page_size)]
         if ((used < 0) | (used >= count)).any():
             raise ValueError(f"block_table[{b}] has pages {used.tolist()}: valid page numbers are 0 to {count - 1}")

@@ -280,8 +280,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         )
     p = case.problem
     rng = np.random.default_rng(seed)
-    queries, keys = p.rows
-    shapes = ((p.batches, p.H, queries, p.D), (p.batches, p.Hk, keys, p.D), (p.batches, p.Hk, keys, p.Dv))
+    (queries, keys), entries = p.rows, p.B if p.page_size else p.batches
+    shapes = ((p.batches, p.H, queries, p.D), (entries, p.Hk, keys, p.D), (entries, p.Hk, keys, p.Dv))
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
     INPUTS[case.inputs](q, k, v)
     lay_out = LAYOUTS[case.layout]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -47,22 +48,37 @@ def gathered(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Array]:
     return {**{name: x for name, x in inputs.items() if name != "block_table"}, **keys}
 
 
+_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"page_size": 16, "Sq": 1, "Sk": 144},
+    {"page_size": 32, "lengths": ((1, 130), (70, 95), (0, 33))},
+    {"page_size": 48, "Sq": 3, "Sk": 192},
+    {"page_size": 1, "lengths": ((5, 7), (1, 0), (33, 40))},
+    {"page_size": 256, "Sq": 2, "Sk": 256},
+    {"page_size": 16, "lengths": ((150, 150), (2, 1), (1, 300))},
+    {"page_size": 32, "Sq": 70, "Sk": 96},
+    {"page_size": 16, "Sq": 5, "Sk": 0},
+    {"page_size": 128, "lengths": ((0, 4), (129, 250), (3, 128))},
+    {"page_size": 1, "Sq": 4, "Sk": 37},
+)
+
+
 def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[tuple[str, Problem]]:
-    """(name, problem) for problems with pages that `kernel` supports: few and many queries, several page sizes, without
-    options and with a random sample of `options` option cases."""
-    sizes = itertools.cycle(((16, 1, 9), (48, 3, 4), (256, 2, 1), (32, 70, 3), (16, 5, 0)))
-    heads, widths = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2))), itertools.cycle((64, 128, 48))
+    """(name, problem) for problems with pages that `kernel` supports: few and many queries, ragged ones, several page
+    sizes, without options and with a random sample of `options` option cases."""
+    layouts, widths = itertools.cycle(_LAYOUTS), itertools.cycle((64, 128, 48))
+    heads = itertools.cycle(((4, 2), (6, 1), (2, 2), (8, 2)))
 
     def problem_of(**fields: Any) -> Problem:
-        (page_size, Sq, most), (H, Hk) = next(sizes), next(heads)
-        return Problem(
-            3, H, Sq, page_size * most, next(widths), Hk=Hk, page_size=page_size, pages=3 * most + 2, **fields
-        )
+        H, Hk = next(heads)
+        sizes = {"B": 3, "H": H, "Sq": 0, "Sk": 0, "D": next(widths), "Hk": Hk, **next(layouts)}
+        problem = Problem(**sizes, **fields)
+        return dataclasses.replace(problem, pages=problem.pages + 2)
 
     if not kernel.paged:
         return
     for dtype, causal in itertools.product(kernel.dtypes, (False, "bottom-right", "top-left")):
-        yield str(problem := problem_of(dtype=dtype, causal=causal)), problem
+        for _ in range(2):
+            yield str(problem := problem_of(dtype=dtype, causal=causal)), problem
     every = [*option_cases(kernel, problem_of)]
     for name, problem in random.Random(f"{seed} {kernel.name} pages").sample(every, min(options, len(every))):
         yield f"{name}: {problem}", problem

@@ -26,17 +26,21 @@ _OF_QUERIES = ("Q", "O", "dO", "dQ", "LSE", "dLSE", "delta")
 
 
 class Sequence(NamedTuple):
-    """One sequence of a ragged batch: its number, its own problem, and its rows in the batch."""
+    """One sequence of a ragged batch: its number, its own problem, its rows in the batch, and the batch entries of
+    K and V with its keys: all, or of keys that were in pages its own."""
 
     b: int
     problem: Problem
     queries: slice
     keys: slice
+    key_entries: slice
 
     def slices(self, name: str, x: Array) -> tuple[Any, ...]:
         """The index of this sequence in the batch's tensor `x` with that name."""
-        if name in _OF_QUERIES or name in _OF_KEYS:
-            return slice(None), slice(None), self.keys if name in _OF_KEYS else self.queries
+        if name in _OF_QUERIES:
+            return slice(None), slice(None), self.queries
+        if name in _OF_KEYS:
+            return self.key_entries, slice(None), self.keys
         own = slice(self.b, self.b + 1)
         array = BY_ARGUMENT.get(name) or BY_ARGUMENT.get(name.removeprefix("d"))  # or its gradient
         if array and array.axes:
@@ -54,13 +58,15 @@ def sequences_of(p: Problem) -> Iterator[Sequence]:
         raise SpecError(f"{p} without lengths is not supported: a ragged test case needs them (lengths=)")
     ends = (itertools.accumulate(n) for n in zip(*p.lengths, strict=True))
     for b, (part, *end) in enumerate(zip(p.sequences, *ends, strict=True)):
-        yield Sequence(b, part, *(slice(e - n, e) for e, n in zip(end, p.lengths[b], strict=True)))
+        queries, keys = (slice(e - n, e) for e, n in zip(end, p.lengths[b], strict=True))
+        of_keys = (slice(part.Sk), slice(b, b + 1)) if p.page_size else (keys, slice(None))
+        yield Sequence(b, part, queries, *of_keys)
 
 
 def offsets_of(p: Problem) -> dict[str, Array]:
-    """cu_seqlens_q and cu_seqlens_k of a ragged batch with lengths."""
-    sums = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32)
-    return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate("qk")}
+    """cu_seqlens_q, and unless keys are in pages cu_seqlens_k, of a ragged batch with lengths."""
+    sums, packed = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32), "q" if p.page_size else "qk"
+    return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate(packed)}
 
 
 def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import sandbox
 from sandbox.core.errors import LaunchError, UnsupportedProblem
+from sandbox.engine import choose
 
 torch = pytest.importorskip("torch")
 
@@ -79,7 +81,7 @@ def test_tensors_and_the_compiler() -> None:
         (3, lambda x: x[:2], UnsupportedProblem, r"it must be \(B, max_pages\)"),
         (4, lambda x: x[:2], UnsupportedProblem, "key_lengths has shape"),
         (1, lambda x: x[0], UnsupportedProblem, r"\(pages, page_size, Hk, D\)"),
-        (0, lambda x: x.astype(np.float32), UnsupportedProblem, "q is float32"),
+        (0, lambda x: x.astype(np.float32), UnsupportedProblem, "q is float32 and k_pages is float16"),
     ],
 )
 def test_what_makes_no_sense(which: int, other: Any, error: type[Exception], said: str) -> None:
@@ -90,9 +92,17 @@ def test_what_makes_no_sense(which: int, other: Any, error: type[Exception], sai
 
 
 def test_pages_of_other_sizes() -> None:
+    """The same bits for pages of 16 rows, of 8 and of 1."""
     q, k, v, table, lengths = arrays()
-    with pytest.raises(UnsupportedProblem, match="k_pages has page_size=8: it must be a positive multiple of 16"):
-        sandbox.attention_paged(q, k[:, :8], v[:, :8], table, lengths)
+    for kernel in ("fwd_decode", "fwd_mma", "fwd_block2d"):
+        expected = sandbox.attention_paged(q, k, v, table, lengths, kernel=kernel)
+        for size in (8, 1):
+            small, per_page = (x.reshape(-1, size, Hk, D) for x in (k, v)), np.arange(SIZE // size)
+            finer = (table[:, :, None] * len(per_page) + per_page).reshape(B, -1).astype(np.int32)
+            out = sandbox.attention_paged(q, *small, finer, lengths, kernel=kernel)
+            assert out.tobytes() == expected.tobytes()
+    with pytest.raises(UnsupportedProblem, match="k_pages has page_size=0: it must be at least 1"):
+        sandbox.attention_paged(q, k[:, :0], v[:, :0], table, lengths)
     shapes = f"k_pages has shape {k.shape} and v_pages {v[:, :, :1].shape}"
     with pytest.raises(UnsupportedProblem, match=re.escape(shapes)):
         sandbox.attention_paged(q, k, v[:, :, :1], table, lengths)
@@ -100,5 +110,95 @@ def test_pages_of_other_sizes() -> None:
 
 def test_no_pages_and_no_keys() -> None:
     q, k, v, table, lengths = arrays()
-    for given in ((k[:0], v[:0], table, lengths), (k, v, table[:, :0], lengths), (k, v, table, 0 * lengths)):
-        assert (sandbox.attention_paged(q, *given) == 0).all()
+    for given in ((k[:0], v[:0], table), (k, v, table[:, :0]), (k, v, table)):
+        assert (sandbox.attention_paged(q, *given, 0 * lengths) == 0).all()
+
+
+# ---- a different number of queries per sequence
+
+OFFSETS = np.array([0, 40, 41, 47], np.int32)  # a prompt, a token of a sequence without keys, and the last 6 of 33 keys
+
+
+def packed(total: int = 47, columns: int = D) -> list[Any]:
+    q = np.random.default_rng(4).standard_normal((total, H, columns)).astype(np.float16)
+    _, k, v, table, lengths = arrays()
+    return [q, k[..., :columns], v[..., :columns], table, lengths]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        (64, {"causal": True}),
+        (64, {"kernel": "fwd_mma", "window": (20, 0), "sink": True, "softcap": 3.0}),
+        (64, {"kernel": "fwd_decode", "bias": True}),
+        (59, {"causal": True, "bias": True}),
+    ],
+)
+def test_ragged_queries(columns: int, options: dict[str, Any]) -> None:
+    """Each sequence has the result that it has alone with the gathered keys."""
+    q, k, v, table, lengths = packed(columns=columns)
+    rng = np.random.default_rng(5)
+    if "bias" in options:
+        options = {**options, "bias": rng.standard_normal((B, 1, 40, MOST * SIZE)).astype(np.float32)}
+    if "sink" in options:
+        options = {**options, "sink": rng.standard_normal(H).astype(np.float32)}
+    out, lse = sandbox.attention_paged(
+        q, k, v, table, lengths, cu_seqlens_q=OFFSETS, max_seqlen_q=40, return_lse=True, **options
+    )
+    assert (out.shape, lse.shape) == (q.shape, (H, len(q)))
+    options = {name: x for name, x in options.items() if name != "kernel"}
+    keys, values = (sandbox.reference.gather_pages(x, table, lengths) for x in (k, v))
+    for b in range(B):
+        rows, n = slice(*OFFSETS[b : b + 2]), int(lengths[b])
+        own = options
+        if "bias" in options:
+            own = {**options, "bias": options["bias"][b : b + 1, :, : rows.stop - rows.start, :n]}
+        one = (q[rows].swapaxes(0, 1)[None], keys[b : b + 1, :, :n], values[b : b + 1, :, :n])
+        expected, expected_lse = sandbox.reference.attention(*one, **own)
+        assert np.abs(out[rows].swapaxes(0, 1) - expected[0]).max(initial=0) < 3e-3
+        assert np.allclose(lse[:, rows], expected_lse[0], atol=1e-3)
+
+
+def test_ragged_queries_and_the_compiler() -> None:
+    """One graph; other offsets do not need another one."""
+    tensors = [torch.from_numpy(x) for x in (*packed(), OFFSETS)]
+    call = lambda *given: sandbox.attention_paged(*given[:5], cu_seqlens_q=given[5], causal=True)  # noqa: E731
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    for offsets in (OFFSETS, np.array([0, 1, 2, 47], np.int32)):
+        tensors[5] = torch.from_numpy(offsets)
+        assert torch.equal(compiled(*tensors), call(*tensors))
+
+
+def test_few_queries_per_sequence_choose_the_decoding_kernel() -> None:
+    tokens = sandbox.Problem(64, 8, 0, 4096, 128, Hk=2, dtype="bfloat16", page_size=16, ragged=(80, 0))
+    prompts = dataclasses.replace(tokens, ragged=(8192, 0))
+    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (tokens, prompts)]
+    assert chosen == ["fwd_decode", "fwd_mma"]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "total", "more", "error", "said"),
+    [
+        ([0, 41, 40, 47], 47, {}, LaunchError, "cu_seqlens decreases"),
+        ([0, 40, 41, 48], 47, {}, LaunchError, "cu_seqlens ends beyond the last row"),
+        ([0, 40, 41], 47, {}, UnsupportedProblem, r"block_table has shape \(3, 5\): it must be \(B, max_pages\), B=2"),
+        ([0, 40, 41, 47.0], 47, {}, UnsupportedProblem, "cu_seqlens_q is float64: it must be int32"),
+        (None, 47, {"max_seqlen_q": 4}, UnsupportedProblem, "q has shape"),
+        (None, 0, {"max_seqlen_q": 4}, UnsupportedProblem, "max_seqlen_q=4 without cu_seqlens_q"),
+    ],
+)
+def test_ragged_queries_that_make_no_sense(
+    offsets: Any, total: int, more: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    given, cu_seqlens = packed(total) if total else arrays(), None if offsets is None else np.array(offsets)
+    if cu_seqlens is not None and cu_seqlens.dtype == np.int64:
+        cu_seqlens = cu_seqlens.astype(np.int32)
+    with pytest.raises(error, match=said):
+        sandbox.attention_paged(*given, cu_seqlens_q=cu_seqlens, **more)
+
+
+def test_keys_beyond_the_table() -> None:
+    q, k, v, table, lengths = arrays()
+    for kernel in ("fwd_decode", "fwd_mma", "fwd_block2d"):
+        with pytest.raises(LaunchError, match="key_lengths has more keys than block_table has pages for"):
+            sandbox.attention_paged(q, k, v, table, lengths + 11, kernel=kernel)

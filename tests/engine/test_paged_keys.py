@@ -233,9 +233,9 @@ def test_a_tile_has_as_many_blocks_as_the_gpu_multiprocessors() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"page_size": 24}, "multiple of 16"),
+        ({"page_size": -1}, "page_size"),
         ({"page_size": 64}, "must be a multiple of page_size=64"),
-        ({"page_size": 16, "ragged": (4, 4), "lengths": ((4, 160),)}, "ragged"),
+        ({"page_size": 16, "ragged": (3, 0), "lengths": ((4, 160),)}, "must not add up to more than"),
     ],
 )
 def test_pages_that_make_no_sense(fields: dict, said: str) -> None:
@@ -248,7 +248,11 @@ def test_a_paged_problem_survives_a_round_trip() -> None:
     assert PAGED.key_lengths
     assert not PAGED.plain
     assert "page_size=16" in str(PAGED)
-    assert "fwd_decode" in str(registry.get("fwd_minimal").why_unsupported(PAGED))
+    assert "paged keys are not supported" in str(registry.get("fwd_wgmma").why_unsupported(PAGED))
+    ragged = dataclasses.replace(PAGED, lengths=((5, 33), (0, 160)), pages=0)
+    assert Problem.from_json(ragged.as_json()) == ragged
+    assert (ragged.B, ragged.Sq, ragged.Sk, ragged.rows, ragged.pages) == (2, 5, 160, (5, 160), 20)
+    assert [(p.Sq, p.Sk, p.page_size) for p in ragged.sequences] == [(5, 33, 0), (0, 160, 0)]
 
 
 def test_gather_pages() -> None:
@@ -259,6 +263,8 @@ def test_gather_pages() -> None:
     assert found[1].tolist() == [*range(16, 32), *[0] * 16]
     with pytest.raises(ValueError, match=r"block_table\[1\]"):
         gather_pages(pages, table, lengths + 1)
+    with pytest.raises(ValueError, match=r"key_lengths\[1\]=33: block_table has pages for 32 keys"):
+        gather_pages(pages, table[[0, 0]], np.array([20, 33], np.int32))
 
 
 @pytest.mark.gpu
