@@ -13,8 +13,9 @@
 //     others          | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong: one consumer
 //                                                                                   at a time executes | P dS |
 //
-//   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh).
-//   BLOCK_N = 64 (HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns of dK, dV and dQ
+//   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM in 129 ... 192 and
+//     HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers (bwd_consumer_narrow_v.cuh).
+//   BLOCK_N = 64 (other HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns of dK, dV and dQ
 //     (bwd_consumer_wide.cuh). No ping-pong; dQ is computed in the same iteration: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P [2][BLOCK_M][BLOCK_N], if BLOCK_N = 64 |
@@ -57,24 +58,28 @@ constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
 // Whether n0, the block's first key, is kept in a register. Otherwise it is computed from blockIdx on each use. This is
 // not possible if RAGGED or DETERMINISTIC, and spills with dropout; SPLIT_HEAD_DIM has registers to spare.
 constexpr bool N0_IN_REGISTER = RAGGED || DROPOUT || DETERMINISTIC || SPLIT_HEAD_DIM;
-constexpr int DKV_COLS = SPLIT_HEAD_DIM ? 128 : D_PAD;  // columns of dK and dV per consumer
+constexpr int DK_COLS = SPLIT_HEAD_DIM ? 128 : D_PAD;  // columns of dK per consumer
 // Columns of dQ that consumer 0 computes if BLOCK_M = 64.
-constexpr int DQ_SPLIT_COLS = SPLIT_HEAD_DIM ? 128 : HEAD_DIM > 64 ? 64 : HEAD_DIM > 32 ? 32 : 16;
+constexpr int DQ_SPLIT_COLS = SPLIT_HEAD_DIM  ? 128
+                              : NARROW_V      ? D_PAD / 2
+                              : HEAD_DIM > 64 ? 64
+                              : HEAD_DIM > 32 ? 32
+                                              : 16;
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : DQ_SPLIT_COLS;  // columns of a consumer's 64 rows of dQ
 // Columns of consumer 1 that contain data; its other columns are padding.
 constexpr int DQ_COLS_2 = BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
 constexpr unsigned DQ_PART = 64 * DQ_COLS, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
 // Registers per thread (setmaxnreg). FEW_LOAD_REGISTERS: cases in which consumers would spill with 232 registers. With
 // a block map and SPLIT_HEAD_DIM consumers nevertheless have 232: the load warps would spill with 24.
-constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DKV_COLS > 96 && !(SPLIT_HEAD_DIM && Head::MAPPED));
+constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DK_COLS > 96 && !(SPLIT_HEAD_DIM && Head::MAPPED));
 constexpr int LOAD_WARP_REGISTERS = FEW_LOAD_REGISTERS ? 24 : 40, CONSUMER_REGISTERS = FEW_LOAD_REGISTERS ? 240 : 232;
-static_assert(SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128 && HEAD_DIM <= 128,
-              "BLOCK_N is 128 up to HEAD_DIM 128 and 64 beyond: 64 keys or 128 columns of dK and dV per consumer");
+static_assert(SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128,
+              "BLOCK_N is 128 or, beyond HEAD_DIM 128, 64: 64 keys or 128 columns of dK and dV per consumer");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64),
               "BLOCK_M = 128 exceeds the register file beyond HEAD_DIM 64");
 static_assert(!BIAS || BIAS_TILES, "this bias has no tensor map: use bwd_mma");
 static_assert(!BIAS || BLOCK_M == 64, "TMA boxes of the bias have 64 rows");
-static_assert(!BIAS || !SPLIT_HEAD_DIM, "a bias exceeds shared memory beyond HEAD_DIM 128: use bwd_mma");
+static_assert(!BIAS || HEAD_DIM <= 128, "a bias exceeds shared memory beyond HEAD_DIM 128: use bwd_mma");
 static_assert(
     !DETERMINISTIC || !(RAGGED || Head::MAPPED),
     "DETERMINISTIC supports neither a block map nor a ragged batch: semaphore targets are computed from ranges");
@@ -86,13 +91,15 @@ using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, L2_HEAD_GROUPS, ALTERNATING
 
 // Shared memory: offsets in bytes.
 extern __shared__ __align__(1024) char smem[];
-constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,
-                   dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + STAGES * SmemLayoutQ::BYTES,
+constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = V_AT + SmemLayoutV::BYTES,
+                   dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + STAGES * SmemLayoutdO::BYTES,
                    P_AT = dS_AT + 2 * SmemLayoutPdS::BYTES,
                    dQ_AT = P_AT + (SPLIT_HEAD_DIM ? 2 * SmemLayoutPdS::BYTES : 0),
-                   BIAS_AT = dQ_AT + (SPLIT_HEAD_DIM ? 0 : 4 * DQ_TILE), BIAS_BYTES = BIAS ? SmemLayoutPdS::BYTES : 0,
-                   STATS_AT = BIAS_AT + STAGES * BIAS_BYTES, BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M,
-                   MAP_AT = BARRIERS_AT + 256;
+                   BIAS_AT = dQ_AT + (SPLIT_HEAD_DIM ? 0
+                                      : NARROW_V     ? 4 * DQ_PART
+                                                     : 4 * DQ_TILE),
+                   BIAS_BYTES = BIAS ? SmemLayoutPdS::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
+                   BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M, MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(GroupBlockMap) : 0),
               "spec and kernel disagree on shared memory");
 
@@ -157,8 +164,8 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
                       FullK::at(base, 0));
     };
     const auto load_V = [&] {
-        load_key_tile(base + V_AT, params.V_map, params.V, block.head0, block.b, block.kv_head, block.m_blocks.n0(),
-                      FullV::at(base, 0));
+        load_key_tile<SmemLayoutV>(base + V_AT, params.V_map, params.V, block.head0, block.b, block.kv_head,
+                                   block.m_blocks.n0(), FullV::at(base, 0));
     };
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         const unsigned stage = stage_of(i);
@@ -178,8 +185,9 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
         TIMELINE(wait_empty);
         dOPipeline::acquire(base, i);
         TIMELINE(load);
-        load_query_tile(base + dO_AT + stage * SmemLayoutQ::BYTES, params.dO_tile_map, params.dO, block.head0, block.b,
-                        block.kv_head * block.group + head, m0, dOPipeline::full(base, stage));
+        load_query_tile<SmemLayoutdO>(base + dO_AT + stage * SmemLayoutdO::BYTES, params.dO_tile_map, params.dO,
+                                      block.head0, block.b, block.kv_head * block.group + head, m0,
+                                      dOPipeline::full(base, stage));
     });
     TIMELINE(done);
 }
@@ -194,8 +202,10 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
 }
 
 // store_dQ_tiles and ConsumerWarpgroup: warps 2 and 3, and the consumers.
-#if HEAD_DIM > 128
+#if BLOCK_N == 64
 #include "bwd_consumer_wide.cuh"
+#elif HEAD_DIM > 128
+#include "bwd_consumer_narrow_v.cuh"
 #else
 #include "bwd_consumer.cuh"
 #endif
@@ -321,6 +331,15 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     // Whether dQ is 0 because no key is visible to this tile: no block has written its accumulators. Without semaphores
     // these were zeroed before the launch.
     const bool no_keys = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *dQ_semaphore == 0;
+    if constexpr (NARROW_V) {  // a consumer owns a slab of dQ and half of the third slab, see mma_own_dQ
+        const int third = 128 + 32 * consumer;
+        const bool non_finite =
+            write_dQ_fragments<16, 64, 512>(dQ, sequence, h, row0, 64 * consumer, lane, from, score.scale, no_keys) |
+            write_dQ_fragments<16, 32, 512>(dQ, sequence, h, row0, third, lane, from + 8 * 512, score.scale, no_keys);
+        if (!non_finite) return;
+        query_gradients_non_finite<16, 64>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 64 * consumer);
+        return query_gradients_non_finite<16, 32>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, third);
+    }
     const bool non_finite =
         DQ_COLS_2 < DQ_COLS && consumer == 1
             ? write_dQ_fragments<16, DQ_COLS_2, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, no_keys)

@@ -10,19 +10,31 @@ MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such wo
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per query tile and head of a group
 
 
+def narrow_v(p: Problem, t: Tile) -> bool:
+    """NARROW_V of the kernel."""
+    return p.D > 128 and t.BLOCK_N == 128
+
+
 def d_pad(p: Problem, t: Tile) -> int:
     """D_PAD of the kernel."""
-    return 256 if t.BLOCK_N == 64 else cdiv(p.D, 16) * 16
+    return 256 if t.BLOCK_N == 64 else 192 if narrow_v(p, t) else cdiv(p.D, 16) * 16
+
+
+def dv_pad(p: Problem, t: Tile) -> int:
+    """DV_PAD of the kernel."""
+    return 128 if p.D > 128 and p.Dv <= 128 else d_pad(p, t)
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; P if BLOCK_N = 64 (the consumers split the head
     dimension), otherwise dQ; mbarriers; a column of the block map."""
-    row, split_head_dim = 128 * cdiv(d_pad(p, t), 64), t.BLOCK_N == 64  # row: bytes of a row of Q or K
+    rows = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # bytes of a row of Q and of dO, or of K and of V
     dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
+    if narrow_v(p, t):
+        dQ = 4 * 64 * 96  # of one consumer: they stage dQ in turn
     dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
-    loaded = 2 * t.BLOCK_N * row + t.STAGES * (t.BLOCK_M * (2 * row + 8) + (dS // 2 if p.bias else 0))
-    return loaded + dS + (dS if split_head_dim else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
+    loaded = t.BLOCK_N * rows + t.STAGES * (t.BLOCK_M * (rows + 8) + (dS // 2 if p.bias else 0))
+    return loaded + dS + (dS if t.BLOCK_N == 64 else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
 
 
 def mapped(p: Problem) -> bool:
@@ -53,7 +65,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """The tile for each head dimension, and limits of shared memory."""
     smem = smem_bytes(p, t)
-    fits = (64, 64) if p.D > 128 else (64 if p.D > 64 else t.BLOCK_M, 128)
+    key_rows = 128 if p.D <= 128 or (t.BLOCK_N == 128 and p.D <= 192 and p.Dv <= 128) else 64
+    fits = (64 if p.D > 64 else t.BLOCK_M, key_rows)
     rules = (
         (
             fits == (t.BLOCK_M, t.BLOCK_N),
@@ -73,13 +86,14 @@ def dQ_accum_with_semaphores(p: Problem, t: Tile) -> tuple[int, int]:
     zeroed, the accumulators are not: the first block stores. See include/dq_semaphore.cuh."""
     rows = p.batches * p.H * p.query_tiles(128) * 128
     counters = 128 + rows // 32  # tile counter and alignment; two semaphores per query tile of at least 64 rows
-    return counters + rows * (1 << max(p.D - 1, 31).bit_length()), counters
+    columns = 192 if narrow_v(p, t) else 1 << max(p.D - 1, 31).bit_length()
+    return counters + rows * columns, counters
 
 
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
     """As above; without semaphores all elements are zeroed. Ragged: `bwd_wgmma_scheduler` zeroes the counters."""
     elements, counters = dQ_accum_with_semaphores(p, t)
-    if p.D > 128 or (p.ragged and p.D <= 64):  # HAS_SEMAPHORES of dq_semaphore.cuh is false
+    if t.BLOCK_N == 64 or (p.ragged and p.D <= 64):  # HAS_SEMAPHORES of dq_semaphore.cuh is false
         return elements, elements
     return elements, 0 if p.ragged else counters
 
@@ -123,7 +137,8 @@ nondeterministic = Kernel(
     ragged=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
-        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),  # D <= 128, and D <= 64 with options that take registers
+        # D <= 128, D <= 64 with options that take registers, and D <= 192 with Dv <= 128
+        Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
     grid=nondeterministic_grid,
@@ -161,14 +176,14 @@ nondeterministic = Kernel(
 
 def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """L2 head groups. With a window, whose work tiles are equally long, a group has at most one wave. Without a mask it
-    has twice as many heads, or four times for D > 128 and at least 8192 rows (measured), so that fewer blocks of the
-    same head start together and wait for each other's semaphores."""
+    has twice as many heads, or four times for BLOCK_N = 64 and at least 8192 rows (measured), so that fewer blocks of
+    the same head start together and wait for each other's semaphores."""
     width, tiles, _ = head_group_grid(p, t)
     heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
         width = min(cdiv(WAVE, tiles), heads)
-    elif p.bounds[1] is None and heads and rows >= 4096 and (p.D > 128 or rows <= 8192):
-        width = min((4 if p.D > 128 and rows >= 8192 else 2) * width, heads)
+    elif p.bounds[1] is None and heads and rows >= 4096 and (t.BLOCK_N == 64 or rows <= 8192):
+        width = min((4 if t.BLOCK_N == 64 and rows >= 8192 else 2) * width, heads)
     return width, tiles, cdiv(heads, width) if heads else 0
 
 

@@ -1,111 +1,11 @@
-// The consumers and dQ-store warps of bwd_wgmma for HEAD_DIM <= 128 (BLOCK_N = 128), included by bwd_wgmma.cu.
+// The consumers of bwd_wgmma for HEAD_DIM <= 128 (BLOCK_N = 128), included by bwd_wgmma.cu.
 //
-// A consumer owns 64 keys. P^T and dS^T stay in registers. dS is also written to shared memory: in the next iteration
-// each consumer computes a part of dQ = dS K from the dS of all 128 keys, 64 rows of dQ if BLOCK_M = 128, a part of its
-// columns if BLOCK_M = 64.
+// P^T and dS^T stay in registers. The wgmmas are S1 dP1 dQ0 dV1 dK1 S2 ...
 #pragma once
+#include "bwd_consumer_keys.cuh"
 
-// A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
-__device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
-    dQOrder<BwdBlock> order{block};
-    block.m_blocks.for_each([&](unsigned i, int head, int m0) {
-        // Recomputed with a block map, where keeping it spills.
-        const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;
-        TIMELINE(wait_dQ);
-        order.acquire(head, m0, consumer);
-        mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
-        TIMELINE(store_dQ);
-        float* const to = block.dQ_tile(head, m0) + consumer * DQ_PART;
-        const SmemAddr from = block.base + dQ_AT + consumer * 4 * DQ_PART;
-        const bool first = order.ready(head, m0, consumer);
-        const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
-        if (first) bulk_store(to, from, bytes);
-        else tma_reduce_add(to, from, bytes);
-        tma_store_commit();
-        tma_store_wait_read();
-        mbarrier_arrive(Barriers::EmptydQ::at(block.base, consumer));
-        order.release(head, m0, consumer);
-    });
-    TIMELINE(done);
-}
-
-// A consumer warpgroup: dK and dV of 64 keys, and half of each tile of dQ. dQ of an m_block is computed in the next
-// iteration. The consumers alternate in computing P and dS (ping-pong).
-struct ConsumerWarpgroup {
-    // Whether a consumer skips the first m_block if the mask hides all of its keys from it. With dropout this is
-    // slower.
-    static constexpr bool SKIPS_FIRST_TILE = Head::LAST && !DROPOUT;
-
-    const BwdBlock& block;
-    const SmemAddr base;
-    const unsigned warp, lane, consumer, own_turn, other_turn;  // turns: see scheduler_barrier
-    const int key_offset;                                       // first key of the consumer within the tile
-    const float exponent;                                       // of P = exp2(S * exponent - LSE * log2(e))
-    float dK[D_PAD / 2], dV[D_PAD / 2];
-    unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
-    int head, m0;                                      // of the next m_block
-    unsigned i = 0;                                    // number of m_blocks so far
-    unsigned skipped_tiles = 0;  // 1 if the consumer has skipped the first m_block: dK and dV do not contain it
-
-    // `consumer` is opaque: otherwise the compiler folds `- 1` into every address and hoists addresses out of the
-    // mainloop, where they take registers.
-    explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
-        : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(opaque(warp / 4 - 1)),
-          own_turn(scheduler_barrier(warp / 4 - 1)), other_turn(scheduler_barrier(2 - warp / 4)),
-          key_offset(64 * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
-        block.m_blocks.start(head, m0);
-    }
-    // Whether the lane arrives for its warp. Computed on each call: a predicate kept through the mainloop would spill.
-    __device__ __forceinline__ bool elected() const { return opaque(lane) == 0; }
-    // Address of the consumer's 64 keys (one slab) in a tile of dS or of the bias.
-    __device__ __forceinline__ SmemAddr own_keys(SmemAddr tile) const {
-        return tile + consumer * SmemLayoutPdS::SLAB_BYTES;
-    }
-
-    // S^T or dP^T of the consumer's keys.
-    template <int COLUMNS>
-    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
-        const SmemAddr tiles =
-            D_PAD > 96 ? uniform(base) : base;  // without `uniform` the descriptors would stay in registers and spill
-        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * 128),
-                         SmemLayoutQ::k_major(tiles + queries_at));
-    }
-    // The consumer's part of dQ: 64 rows if BLOCK_M = 128, a part of the columns if BLOCK_M = 64.
-    __device__ __forceinline__ void mma_own_dQ(float (&dQ)[DQ_COLS / 2], unsigned dS_at) const {
-        constexpr unsigned ROWS_64 = 64 * 128,
-                           COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
-        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * ROWS_64 : 0)),
-               SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * COLUMNS)));
-    }
-
-    // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
-    __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[DQ_COLS / 2], unsigned i) const {
-        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
-        stage_dQ(base + dQ_AT + consumer * 4 * DQ_PART, dQ);
-    }
-    // Arrives on the full barriers of dQ, if has_dQ, and of dS: the consumer has written both to shared memory since
-    // the last call. parity: index of the m_block of dS, modulo 2.
-    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity) const {
-        fence_proxy_async();
-        __syncwarp();  // all lanes have written
-        if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, parity));
-    }
-    // Waits until both consumers have written dS of m_block i, and have read dS of m_block i - 1.
-    __device__ __forceinline__ void wait_dS(unsigned i) const {
-        mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
-    }
-
-    // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
-    __device__ __forceinline__ void softmax(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
-                                            const Head& bound, const FragmentMask<BLOCK_M>& mask,
-                                            const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {
-        const FragmentCoords coords(mask.first_query, block.m_blocks.n0() + key_offset);
-        apply_score_mod(S, derivative, bound, coords, bias);
-        if constexpr (!MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { S[k] = -INF; });
-        compute_P(P, S, exponent, stats);
-        if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
-    }
+struct ConsumerWarpgroup : KeyConsumer {
+    using KeyConsumer::KeyConsumer;
 
     // One m_block, and dQ of the previous one. FIRST: there is no previous one; dK and dV are overwritten.
     template <bool FIRST = false>
@@ -113,7 +13,7 @@ struct ConsumerWarpgroup {
         const bool accumulates =
             SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : !FIRST;  // whether dK and dV contain an earlier m_block
         const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
-                       dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
+                       dO_at = dO_AT + stage * SmemLayoutdO::BYTES;
         const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES,
                        previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
         const float* const stats = stats_of(stage, 0);
@@ -176,67 +76,14 @@ struct ConsumerWarpgroup {
         ++i;
     }
 
-    // The first m_block. With a causal mask, all of its rows may be above the diagonal of consumer 1's keys. Consumer 1
-    // then skips it, and the ping-pong barriers of this iteration.
+    // The first m_block. If consumer 1 skips it, it also skips the ping-pong barriers of this iteration.
     __device__ __forceinline__ void first_step() {
         mbarrier_wait(FullK::at(base, 0), 0);
         if (consumer == 1) named_barrier_arrive(other_turn, BOTH_CONSUMERS);  // consumer 0 starts
-        const int first_key = block.m_blocks.n0() + key_offset;
-        if (SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M) skip_step();
+        if (first_tile_hidden()) skip_step();
         else bwd_step<true>();
         wgmma_wait<0>();  // no wgmma is in flight when the loop starts: otherwise ptxas serialises the loop's wgmmas
         warpgroup_fence_operand(dK);
         warpgroup_fence_operand(dV);
-    }
-    // dS is 0: the other consumer needs it for dQ. The next bwd_step, or the epilogue, arrives for this dS; the next
-    // bwd_step releases Q.
-    __device__ __forceinline__ void skip_step() {
-        mbarrier_wait(FullV::at(base, 0), 0);
-        QPipeline::wait(base, 0);
-        dOPipeline::wait(base, 0);
-        const unsigned zeros[BLOCK_M / 16][4] = {};
-        store_transposed<SmemLayoutPdS>(own_keys(base + dS_AT), warp % 4 * 2, zeros);
-        release_stage<dOPipeline>(base, 0, elected());
-        block.m_blocks.advance(head, m0);
-        i = skipped_tiles = 1;
-    }
-
-    // After the mainloop: computes dQ of the last m_block, and stores dV and dK. Returns whether a value of dV or dK is
-    // not finite.
-    __device__ __forceinline__ bool epilogue() {
-        TIMELINE(store);
-        commit_dQ_dS(i > 1, (i - 1) % 2);
-        warpgroup_fence_operand(dV);  // the last iteration has waited for it
-        zero_unless_accumulated(dV);
-        float dQ[DQ_COLS / 2];
-        wait_dS(i - 1);
-        mma_own_dQ(dQ, dS_AT + (i - 1) % 2 * SmemLayoutPdS::BYTES);
-        bool non_finite = store_dV();
-        wgmma_wait<0>();
-        warpgroup_fence_operand(dQ);
-        warpgroup_fence_operand(dK);
-        zero_unless_accumulated(dK);
-        stage_own_dQ(dQ, i - 1);
-        fence_proxy_async();
-        __syncwarp();  // all lanes have written
-        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        non_finite |= store_dK();
-        return non_finite;
-    }
-    __device__ __forceinline__ void zero_unless_accumulated(float (&accum)[D_PAD / 2]) const {
-#pragma unroll
-        for (int k = 0; k < D_PAD / 2; ++k)
-            if (SKIPS_FIRST_TILE && i == skipped_tiles) accum[k] = 0.0f;  // every m_block was skipped
-    }
-    // Staged in the consumer's own rows of V: the other consumer does not read them.
-    __device__ __forceinline__ bool store_dV() const {
-        return store_dKV<SmemLayoutK>(block, consumer, base + V_AT + key_offset * 128, block.params.dV_map, dV,
-                                      Head::dropout_factor(block.params.score), key_offset, 0);
-    }
-    // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO.
-    __device__ __forceinline__ bool store_dK() const {
-        const SmemAddr tile = base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
-        return store_dKV<SmemLayoutQ>(block, consumer, tile, block.params.dK_map, dK, block.params.score.scale,
-                                      key_offset, 0);
     }
 };

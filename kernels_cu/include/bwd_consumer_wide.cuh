@@ -20,14 +20,15 @@ __device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned w
 
 // A consumer warpgroup.
 struct ConsumerWarpgroup {
-    static constexpr int M = BLOCK_M / 2, COLS = D_PAD / 2;  // queries of P^T and dS^T, columns of dK, dV and dQ
+    static constexpr int M = BLOCK_M / 2, COLS = D_PAD / 2,
+                         V_COLS = DV_PAD / 2;  // queries of P^T and dS^T; columns of dK and dQ, and of dV
 
     const BwdBlock& block;
     const SmemAddr base;
     const unsigned warp, lane, consumer;
     const int query_offset;  // first query of the consumer within the tile
     const float exponent;    // of P = exp2(S * exponent - LSE * log2(e))
-    float dK[COLS / 2], dV[COLS / 2];
+    float dK[COLS / 2], dV[V_COLS / 2];
     unsigned P[M / 16][4], dS[M / 16][4];  // P^T and dS^T
     int head, m0;                          // of the next m_block
     unsigned i = 0;                        // number of m_blocks so far
@@ -48,10 +49,11 @@ struct ConsumerWarpgroup {
                          SmemLayoutQ::k_major(tiles + queries_at + query_offset * 128));
     }
     // dV += P^T dO or dK += dS^T Q: the consumer's columns; P or dS in shared memory.
-    __device__ __forceinline__ void mma_columns(float (&C)[COLS / 2], unsigned A_at, unsigned queries_at,
+    template <int R>
+    __device__ __forceinline__ void mma_columns(float (&C)[R], unsigned A_at, unsigned queries_at,
                                                 bool accumulate) const {
         const Descriptor A = SmemLayoutPdS::mn_major(base + A_at);
-        const Descriptor B = SmemLayoutQ::mn_major(base + queries_at + consumer * 2 * SmemLayoutQ::SLAB_BYTES);
+        const Descriptor B = SmemLayoutQ::mn_major(base + queries_at + consumer * (R / 32 * SmemLayoutQ::SLAB_BYTES));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BLOCK_M / 16; ++step)
@@ -89,7 +91,7 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ void bwd_step() {
         const bool accumulates = i > 0;  // whether dK and dV contain an earlier m_block
         const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
-                       dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
+                       dO_at = dO_AT + stage * SmemLayoutdO::BYTES;
         const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES, P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
         const float* const stats = stats_of(stage, query_offset);
         float S[M / 2], dP[M / 2], dQ[COLS / 2];
@@ -180,9 +182,10 @@ struct ConsumerWarpgroup {
     }
     // Staged in V: both consumers have read V before the last barrier.
     __device__ __forceinline__ bool store_dV() const {
-        return store_dKV<SmemLayoutK>(block, consumer, base + V_AT + consumer * 2 * SmemLayoutK::SLAB_BYTES,
+        constexpr unsigned SLABS = V_COLS / 64;
+        return store_dKV<SmemLayoutV>(block, consumer, base + V_AT + consumer * SLABS * SmemLayoutV::SLAB_BYTES,
                                       block.params.dV_map, dV, Head::dropout_factor(block.params.score), 0,
-                                      consumer * 2);
+                                      consumer * SLABS);
     }
     // Staged where Q of the next m_block would be loaded.
     __device__ __forceinline__ bool store_dK() const {

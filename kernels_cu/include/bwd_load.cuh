@@ -5,16 +5,18 @@
 // load_query_tile loads Q or dO of query head h, from row m0 on; load_key_tile loads K or V, from row n0 on. A
 // dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0. `more`: bytes that further
 // loads write with the same mbarrier.
+template <class SmemLayout = SmemLayoutQ>
 __device__ __forceinline__ void load_query_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
                                                 const Head& head, int b, int h, int m0, SmemAddr full,
                                                 unsigned more = 0) {
-    SmemLayoutQ::load(tile, map, head.query_box(m0), tensor.stride_h ? h : 0, head.query_batch(tensor.stride_b ? b : 0),
-                      full, more);
+    SmemLayout::load(tile, map, head.query_box(m0), tensor.stride_h ? h : 0, head.query_batch(tensor.stride_b ? b : 0),
+                     full, more);
 }
+template <class SmemLayout = SmemLayoutK>
 __device__ __forceinline__ void load_key_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
                                               const Head& head, int b, int kv_head, int n0, SmemAddr full) {
-    SmemLayoutK::load(tile, map, head.key_box(n0), tensor.stride_h ? kv_head : 0,
-                      head.key_batch(tensor.stride_b ? b : 0), full);
+    SmemLayout::load(tile, map, head.key_box(n0), tensor.stride_h ? kv_head : 0,
+                     head.key_batch(tensor.stride_b ? b : 0), full);
 }
 
 // By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory. A lane copies every

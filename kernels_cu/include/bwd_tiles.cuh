@@ -5,12 +5,21 @@
 #include "swizzle.cuh"
 
 constexpr unsigned THREADS = 384;  // a warpgroup of load and store warps, and two consumer warpgroups
-constexpr int D_PAD = HEAD_DIM > 128 ? 256 : (HEAD_DIM + 15) / 16 * 16;  // columns from HEAD_DIM on are zeros
+// Whether a consumer owns 64 keys although HEAD_DIM > 128: dK and dV of 64 keys fit into its registers because V is
+// narrower than K (bwd_consumer_narrow_v.cuh).
+constexpr bool NARROW_V = HEAD_DIM > 128 && BLOCK_N == 128;
+// Columns of Q, K, dQ and dK, and of V, dO and dV, in shared memory and registers. Columns from HEAD_DIM and HEAD_DIM_V
+// on are zeros.
+constexpr int D_PAD = NARROW_V ? 192 : HEAD_DIM > 128 ? 256 : (HEAD_DIM + 15) / 16 * 16;
+constexpr int DV_PAD = HEAD_DIM > 128 && HEAD_DIM_V <= 128 ? 128 : D_PAD;
 static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
-static_assert(HEAD_DIM_V <= HEAD_DIM, "V and dO use the tiles of K and Q: HEAD_DIM_V must not exceed HEAD_DIM");
+static_assert(HEAD_DIM_V <= HEAD_DIM, "the tiles of V and dO are not wider than those of K and Q");
+static_assert(!NARROW_V || (HEAD_DIM <= 192 && HEAD_DIM_V <= 128), "wider heads exceed the register file");
 
-using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;      // Q, dO
-using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;      // K, V
+using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
+using SmemLayoutdO = Swizzled<BLOCK_M, DV_PAD>;
+using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;
+using SmemLayoutV = Swizzled<BLOCK_N, DV_PAD>;
 using SmemLayoutPdS = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
 using SmemLayoutdKV = Swizzled<64, D_PAD>;         // dK or dV of 64 keys
 

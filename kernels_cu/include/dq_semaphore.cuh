@@ -7,13 +7,13 @@
 
 // Layout of dQ_accum: the tile counter (see draw_ticket); from SEMAPHORES_AT on two semaphores per query tile, one per
 // consumer; the accumulators. These start at a multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if
-// consumers add to dQ_accum themselves (HEAD_DIM > 128), the 512 bytes that a warp adds at a time.
+// consumers add to dQ_accum themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time.
 // DETERMINISTIC: a semaphore counts the work tiles that have added to the consumer's half of the query tile. Blocks add
 // to a query tile in the order of their work tiles. The first one stores, so that only the tile counter and the
 // semaphores have to be zeroed.
-constexpr long long SEMAPHORES_AT = 4, ACCUM_ALIGNMENT = HEAD_DIM > 128 ? 128 : 32;
+constexpr long long SEMAPHORES_AT = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
-constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (HEAD_DIM <= 128 && !(RAGGED && HEAD_DIM <= 64));
+constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));
 __device__ __forceinline__ long long accumulators_at(long long query_tiles) {
     return HAS_SEMAPHORES ? (SEMAPHORES_AT + 2 * query_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT
                           : 0;
@@ -31,7 +31,7 @@ constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::FIRST && !Head::MA
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as
 // release of this tile and as acquire of the next (counter_arrive_acquire). 8% faster at D = 96; 0.7% slower at BLOCK_M
 // = 128, where iterations are longer.
-constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && HEAD_DIM <= 128 && BLOCK_M == 64;
+constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M == 64;
 
 // The work tile of a block. The order of work tiles:
 //

@@ -1,0 +1,186 @@
+// The dQ-store warps of bwd_wgmma, and what its consumers have in common, for BLOCK_N = 128: included by
+// bwd_consumer.cuh and bwd_consumer_narrow_v.cuh, which add the mainloop.
+//
+// A consumer owns 64 keys. It writes dS to shared memory: in the next iteration each consumer computes a part of
+// dQ = dS K from the dS of all 128 keys, 64 rows of dQ if BLOCK_M = 128, a part of its columns if BLOCK_M = 64.
+#pragma once
+
+// Shared memory of a consumer's dQ. NARROW_V: the same for both consumers, which write there in turn, consumer 0 first.
+__device__ __forceinline__ SmemAddr own_dQ(SmemAddr base, unsigned consumer) {
+    return NARROW_V ? base + dQ_AT : base + dQ_AT + consumer * 4 * DQ_PART;
+}
+
+// A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
+__device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
+    dQOrder<BwdBlock> order{block};
+    block.m_blocks.for_each([&](unsigned i, int head, int m0) {
+        // Recomputed with a block map, where keeping it spills.
+        const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;
+        TIMELINE(wait_dQ);
+        order.acquire(head, m0, consumer);
+        mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
+        TIMELINE(store_dQ);
+        float* const to = block.dQ_tile(head, m0) + consumer * DQ_PART;
+        const SmemAddr from = own_dQ(block.base, consumer);
+        const bool first = order.ready(head, m0, consumer);
+        const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
+        if (first) bulk_store(to, from, bytes);
+        else tma_reduce_add(to, from, bytes);
+        tma_store_commit();
+        tma_store_wait_read();
+        mbarrier_arrive(Barriers::EmptydQ::at(block.base, NARROW_V ? consumer ^ 1 : consumer));
+        order.release(head, m0, consumer);
+    });
+    TIMELINE(done);
+}
+
+// A consumer warpgroup: dK and dV of 64 keys, and half of each tile of dQ. dQ of an m_block is computed in the next
+// iteration. The consumers alternate in computing P and dS (ping-pong).
+struct KeyConsumer {
+    // Whether a consumer skips the first m_block if the mask hides all of its keys from it. With dropout this is
+    // slower.
+    static constexpr bool SKIPS_FIRST_TILE = Head::LAST && !DROPOUT;
+
+    const BwdBlock& block;
+    const SmemAddr base;
+    const unsigned warp, lane, consumer, own_turn, other_turn;  // turns: see scheduler_barrier
+    const int key_offset;                                       // first key of the consumer within the tile
+    const float exponent;                                       // of P = exp2(S * exponent - LSE * log2(e))
+    float dK[D_PAD / 2], dV[DV_PAD / 2];
+    unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
+    int head, m0;                                      // of the next m_block
+    unsigned i = 0;                                    // number of m_blocks so far
+    unsigned skipped_tiles = 0;  // 1 if the consumer has skipped the first m_block: dK and dV do not contain it
+
+    // `consumer` is opaque: otherwise the compiler folds `- 1` into every address and hoists addresses out of the
+    // mainloop, where they take registers.
+    explicit __device__ __forceinline__ KeyConsumer(const BwdBlock& block)
+        : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(opaque(warp / 4 - 1)),
+          own_turn(scheduler_barrier(warp / 4 - 1)), other_turn(scheduler_barrier(2 - warp / 4)),
+          key_offset(64 * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
+        block.m_blocks.start(head, m0);
+    }
+    // Whether the lane arrives for its warp. Computed on each call: a predicate kept through the mainloop would spill.
+    __device__ __forceinline__ bool elected() const { return opaque(lane) == 0; }
+    // Address of the consumer's 64 keys (one slab) in a tile of dS or of the bias.
+    __device__ __forceinline__ SmemAddr own_keys(SmemAddr tile) const {
+        return tile + consumer * SmemLayoutPdS::SLAB_BYTES;
+    }
+
+    // S^T or dP^T of the consumer's keys.
+    template <int COLUMNS>
+    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
+        const SmemAddr tiles =
+            D_PAD > 96 ? uniform(base) : base;  // without `uniform` the descriptors would stay in registers and spill
+        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * 128),
+                         SmemLayoutQ::k_major(tiles + queries_at));
+    }
+    // The consumer's part of dQ: 64 rows if BLOCK_M = 128, a part of the columns if BLOCK_M = 64.
+    __device__ __forceinline__ void mma_own_dQ(float (&dQ)[DQ_COLS / 2], unsigned dS_at) const {
+        if constexpr (NARROW_V) {
+            // Columns 64 * consumer to 64 * consumer + 63, a slab, and half of the third slab.
+            const SmemAddr tiles = uniform(base);
+            const unsigned third = 2 * SmemLayoutK::SLAB_BYTES - consumer * (SmemLayoutK::SLAB_BYTES - 64);
+            return mma_dQ(dQ, SmemLayoutPdS::k_major(tiles + dS_at),
+                          make_descriptor(tiles + K_AT + consumer * SmemLayoutK::SLAB_BYTES, third, 1024));
+        }
+        constexpr unsigned ROWS_64 = 64 * 128,
+                           COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * ROWS_64 : 0)),
+               SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * COLUMNS)));
+    }
+
+    // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
+    __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[DQ_COLS / 2], unsigned i) const {
+        // phase ^ 1: the first wait returns at once. NARROW_V: the first wait of consumer 1 is for consumer 0's first
+        // dQ.
+        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), NARROW_V ? (i + 1 + consumer) % 2 : i % 2 ^ 1);
+        stage_dQ(own_dQ(base, consumer), dQ);
+    }
+    // Arrives on the full barriers of dQ, if has_dQ, and of dS, if has_dS: the consumer has written both to shared
+    // memory since the last call. parity: index of the m_block of dS, modulo 2.
+    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity, bool has_dS = true) const {
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        if (lane == 0 && has_dS) mbarrier_arrive(Barriers::FulldS::at(base, parity));
+    }
+    // Waits until both consumers have written dS of m_block i, and have read dS of m_block i - 1.
+    __device__ __forceinline__ void wait_dS(unsigned i) const {
+        mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
+    }
+
+    // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
+    __device__ __forceinline__ void softmax(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
+                                            const Head& bound, const FragmentMask<BLOCK_M>& mask,
+                                            const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {
+        const FragmentCoords coords(mask.first_query, block.m_blocks.n0() + key_offset);
+        apply_score_mod(S, derivative, bound, coords, bias);
+        if constexpr (!MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { S[k] = -INF; });
+        compute_P(P, S, exponent, stats);
+        if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
+    }
+
+    // Whether the mask hides all of the consumer's keys from the first m_block. With a causal mask, all of its rows may
+    // be above the diagonal of consumer 1's keys.
+    __device__ __forceinline__ bool first_tile_hidden() const {
+        const int first_key = block.m_blocks.n0() + key_offset;
+        return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;
+    }
+    // Instead of the first bwd_step. dS is 0: the other consumer needs it for dQ. The next bwd_step, or the epilogue,
+    // arrives for this dS; the next bwd_step releases Q.
+    __device__ __forceinline__ void skip_step() {
+        mbarrier_wait(FullV::at(base, 0), 0);
+        QPipeline::wait(base, 0);
+        dOPipeline::wait(base, 0);
+        const unsigned zeros[BLOCK_M / 16][4] = {};
+        store_transposed<SmemLayoutPdS>(own_keys(base + dS_AT), warp % 4 * 2, zeros);
+        release_stage<dOPipeline>(base, 0, elected());
+        block.m_blocks.advance(head, m0);
+        i = skipped_tiles = 1;
+    }
+
+    // After the mainloop: computes dQ of the last m_block, and stores dV and dK. Returns whether a value of dV or dK is
+    // not finite.
+    __device__ __forceinline__ bool epilogue() {
+        TIMELINE(store);
+        commit_dQ_dS(i > 1, (i - 1) % 2);
+        warpgroup_fence_operand(dV);  // the last iteration has waited for it
+        zero_unless_accumulated(dV);
+        float dQ[DQ_COLS / 2];
+        wait_dS(i - 1);
+        mma_own_dQ(dQ, dS_AT + (i - 1) % 2 * SmemLayoutPdS::BYTES);
+        bool non_finite = store_dV();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dQ);
+        warpgroup_fence_operand(dK);
+        zero_unless_accumulated(dK);
+        stage_own_dQ(dQ, i - 1);
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        non_finite |= store_dK();
+        return non_finite;
+    }
+    template <int R>
+    __device__ __forceinline__ void zero_unless_accumulated(float (&accum)[R]) const {
+#pragma unroll
+        for (int k = 0; k < R; ++k)
+            if (SKIPS_FIRST_TILE && !NARROW_V && i == skipped_tiles) accum[k] = 0.0f;  // every m_block was skipped
+    }
+    // Staged in the consumer's own rows of V: the other consumer does not read them.
+    __device__ __forceinline__ bool store_dV() const {
+        return store_dKV<SmemLayoutV>(block, consumer, base + V_AT + key_offset * 128, block.params.dV_map, dV,
+                                      Head::dropout_factor(block.params.score), key_offset, 0);
+    }
+    // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: dK is wider than dO
+    // and takes both stages, which both consumers have read before the last dS was complete.
+    __device__ __forceinline__ SmemAddr dK_staging() const {
+        if constexpr (NARROW_V) return base + (consumer ? dO_AT : Q_AT + stage_of(i) * SmemLayoutQ::BYTES);
+        return base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
+    }
+    __device__ __forceinline__ bool store_dK() const {
+        return store_dKV<SmemLayoutQ>(block, consumer, dK_staging(), block.params.dK_map, dK, block.params.score.scale,
+                                      key_offset, 0);
+    }
+};
