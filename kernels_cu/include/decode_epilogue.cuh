@@ -1,13 +1,7 @@
-// Epilogue of fwd_decode, and the body of fwd_decode_combine: partial results of warps, blocks of a cluster and splits
-// are combined in a fixed order. Included by fwd_decode.cu after its constants.
+// Epilogue of fwd_decode: partial results of warps and of blocks of a cluster are combined in a fixed order; those of
+// splits by split_epilogue.cuh. Included by fwd_decode.cu after its constants.
 #pragma once
-
-// Query i and head h of a row of the packed tile.
-struct PackedRow {
-    int i, h;
-    __device__ __forceinline__ PackedRow(int row, int kv_head, int group)
-        : i(row / group), h(kv_head * group + row % group) {}
-};
+#include "split_epilogue.cuh"
 
 using Softmax = WarpSoftmax<M_TILES, DV_PAD>;  // of one warp, all rows
 
@@ -32,51 +26,17 @@ __device__ __forceinline__ void store_warp_result(const Softmax& state, float* O
     }
 }
 
-// The non-finite fallback (non_finite.cuh): computes the warp's results again from visible keys only, row by row. Key
-// tiles `first`, `first` + WARPS, ... before `end`.
+// The non-finite fallback of the warp's results, row by row.
 __device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                       const View<const dtype_v>& V, const Score& score, int b, int row0,
                                                       int kv_head, int group, int first, int end, float* O_smem,
                                                       float2* sums) {
     const SeqlenInfo seqlen(score, b);
-    const int lane = threadIdx.x % 32;
     for (int r = 0; r < BLOCK_M; ++r) {
         const PackedRow row(row0 + r, kv_head, group);
-        const Head head(seqlen, row.h);
-        const float exponent = head.unit * Head::LOG2E;
-        float* const O = O_smem + r * O_PITCH;
-        float m = -INF, l = 0.0f;
-        for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = 0.0f;
-        for (int n = 0; row.i < head.Sq && first + n / BLOCK_N * WARPS < end; ++n) {
-            const int j = (first + n / BLOCK_N * WARPS) * BLOCK_N + n % BLOCK_N;
-            if (!head.visible(row.i, j)) continue;
-            float dot = 0.0f;
-            for (int d = lane; d < HEAD_DIM; d += 32)
-                dot += to_float(head.query(Q, row.h, row.i)[d]) * to_float(head.key(K, kv_head, j)[d]);
-            const float s = head.raw(row_sum<32>(dot), ScoreIndex(row.i, j)), m_new = fmaxf(m, s);
-            const float alpha = rescale_factor(m, m_new, exponent),
-                        p = ex2((s - (m_new == -INF ? 0.0f : m_new)) * exponent);
-            const float kept = head.keep(row.i, j) ? p : 0.0f;
-            for (int d = lane; d < HEAD_DIM_V; d += 32)
-                O[d] = alpha * O[d] + kept * to_float(head.key(V, kv_head, j)[d]);
-            l = alpha * l + p;
-            m = m_new;
-        }
-        if (lane == 0) sums[r] = make_float2(m, l);
+        const float2 sum = partial_non_finite(Q, K, V, seqlen, row, kv_head, first, end, O_smem + r * O_PITCH);
+        if (threadIdx.x % 32 == 0) sums[r] = sum;
     }
-}
-
-// Stores columns 4 quad .. 4 quad + 3 of a row of O, and for quad 0 its LSE. number: the row's index in LSE.
-__device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, const Head& head, int h, int i,
-                                          long long number, int quad, const CombinedRow& sum) {
-    constexpr bool WIDE = sizeof(dtype_o) == 4;  // fp32 output of float8 inputs
-    const FinalizedRow final_row = head.finalize(sum.m, sum.l);
-    const float4 o = make_float4(sum.O.x * final_row.inverse, sum.O.y * final_row.inverse, sum.O.z * final_row.inverse,
-                                 sum.O.w * final_row.inverse);
-    dtype_o* const to = head.query(O, h, i) + 4 * quad;
-    if (WIDE) *reinterpret_cast<float4*>(to) = o;
-    else *reinterpret_cast<uint2*>(to) = make_uint2(pack(o.x, o.y), pack(o.z, o.w));
-    if (quad == 0) LSE[number] = final_row.lse;
 }
 
 // Epilogue: combines the results of the block's warps, and those of the blocks of a cluster, and stores the sums.
@@ -157,58 +117,3 @@ struct Combine {
         }
     }
 };
-
-// Combines the partial results of all splits, one block per row. GROUPS groups of HEAD_DIM_V / 4 threads each merge
-// every GROUPS-th split, with LOADS_AHEAD loads in flight; then the first group merges the groups' sums. The order of
-// sums is fixed.
-__device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
-                                               const Score& score) {
-    constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
-    static_assert(GROUPS >= 1, "one thread per four columns");
-    __shared__ float4 O_smem[LOADS_AHEAD][THREADS];  // private to each thread until the groups' sums are merged
-    __shared__ float2 sums_smem[GROUPS];
-    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, group = threadIdx.x / QUADS,
-              quad = threadIdx.x % QUADS;
-    const Split first_split = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
-                                             : Split{entry, 0, splits, entry * splits};
-    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
-    griddepcontrol_wait();
-    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && first_split.splits == 1)) return;
-    const Head head(score, tile.b, h);
-    const long long number = head.lse_offset(H, h) + tile.row0;
-    const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
-                         static_cast<long long>(H) * query_rows(score), first_split);
-    const float exponent = head.unit * Head::LOG2E;
-
-    CombinedRow group_sum;
-    const int splits_end = group < GROUPS ? first_split.splits : 0;
-#pragma unroll 1
-    for (int first = group; first < splits_end; first += LOADS_AHEAD * GROUPS) {
-        float2 sums[LOADS_AHEAD];
-        float4 O_part[LOADS_AHEAD];
-#pragma unroll
-        for (int i = 0; i < LOADS_AHEAD; ++i) {
-            const int split = min(first + i * GROUPS, first_split.splits - 1);
-            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(number, split) + 4 * quad,
-                        first + i * GROUPS < first_split.splits);
-            sums[i] = *parts.sums(number, split);
-            if (first + i * GROUPS >= first_split.splits) sums[i] = make_float2(-INF, 0.0f);
-        }
-        cp_async_commit();
-        cp_async_wait<0>();
-#pragma unroll
-        for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
-        group_sum.add(sums, O_part, exponent);
-    }
-    O_smem[0][threadIdx.x] = group_sum.O;
-    if (group < GROUPS && quad == 0) sums_smem[group] = make_float2(group_sum.m, group_sum.l);
-    __syncthreads();  // the sums of all groups are in shared memory
-    if (group > 0) return;
-    CombinedRow sum;
-    float2 sums[GROUPS];
-    float4 O_part[GROUPS];
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
-    sum.add(sums, O_part, exponent);
-    store_row(O, LSE, head, h, tile.row0, number, quad, sum);
-}
