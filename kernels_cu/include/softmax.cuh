@@ -7,10 +7,9 @@
 // Limit of the sum of one thread's P in a row of a tile. If no sum exceeds it, every P fits in fp16 (max 65504).
 constexpr float P_SUM_LIMIT = 16384.0f;
 
-// Softmax state of a consumer thread of fwd_wgmma, with its part of O.
-struct SoftmaxState : RowSoftmax<QueryRows> {
-    static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
-    float O[O_REGISTERS];
+// m and l of a thread's two rows of S (QueryRows). The factors by which O must be multiplied are results: O may be in
+// other threads.
+struct RowStats : RowSoftmax<QueryRows> {
     float m[2] = {-INF, -INF}, l[2] = {};
     bool m_is_large = false;  // result of large() when m last changed
 
@@ -21,17 +20,15 @@ struct SoftmaxState : RowSoftmax<QueryRows> {
 #pragma unroll
         for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(lane_max[half]));
     }
-    // Updates m and rescales O and l.
-    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
+    // Updates m and rescales l. alpha: the factors of O.
+    __device__ __forceinline__ void raise_max(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
         const float m_old[2] = {m[0], m[1]};
-        float alpha[2];
         update_max(S);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             alpha[half] = rescale_factor(m_old[half], m[half], exponent);
             l[half] *= alpha[half];
         }
-        scale_O(O, alpha);
     }
     // P = exp2((S - m) * exponent); `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m must
     // then be raised.
@@ -70,11 +67,11 @@ struct SoftmaxState : RowSoftmax<QueryRows> {
     __device__ __forceinline__ bool large(float exponent) const {
         return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
     }
-    // One step of the online softmax: P of the raw scores S of a key tile; m, l and O are updated. FIRST: the row's
-    // first key tile, whose P V overwrites O.
-    template <bool FIRST>
+    // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
+    // if m has been raised. FIRST: the row's first key tile, whose P V overwrites O.
+    template <bool FIRST, class RescaleO>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                           float exponent) {
+                                           float exponent, const RescaleO& rescale_O) {
         if (FIRST) {
             update_max(S);
             exponentiate(P, S, exponent, l);
@@ -84,12 +81,26 @@ struct SoftmaxState : RowSoftmax<QueryRows> {
         }
         float sum[2];
         if (__any_sync(0xffffffffu, exponentiate(P, S, exponent, sum) || m_is_large)) {
-            rescale(S, exponent);
+            float alpha[2];
+            raise_max(S, exponent, alpha);
+            rescale_O(alpha);
             exponentiate_differences(P, S, exponent, sum);
             m_is_large = large(exponent);
         }
         l[0] += sum[0];
         l[1] += sum[1];
+    }
+};
+
+// Softmax state of a consumer thread of fwd_wgmma, with its part of O.
+struct SoftmaxState : RowStats {
+    static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
+    float O[O_REGISTERS];
+
+    template <bool FIRST>
+    __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
+                                           float exponent) {
+        RowStats::update<FIRST>(P, S, exponent, [&](const float (&alpha)[2]) { scale_O(O, alpha); });
     }
     // Whether all of this thread's O are finite.
     __device__ __forceinline__ bool finite() const { return all_finite<4>(O); }
