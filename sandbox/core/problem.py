@@ -42,6 +42,9 @@ class Problem:
     A paged batch: keys are stored in pages of `page_size` rows, k (pages, Hk, page_size, D) and v the same; a block
     table of (B, Sk / page_size) page numbers selects them; `key_lengths` is set. `pages`: by default the size of the
     table. Its queries may be ragged: `ragged` is then (rows of q, 0), and the keys in `lengths` are the key lengths.
+
+    `latent`: v is a view of the first Dv columns of k (latent attention, as in DeepSeek's models), so that a kernel may
+    read both at once.
     """
 
     B: int
@@ -74,6 +77,7 @@ class Problem:
     descale: Descale = ()
     page_size: int = 0  # 0: no pages
     pages: int = 0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -100,6 +104,8 @@ class Problem:
         set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
         check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
+        if self.latent and self.Dv > self.D:
+            raise SpecError(f"latent=True with Dv={self.Dv} and D={self.D} is not possible: v is a view of k's columns")
         for name, value in _paged_fields(self.page_size, self.pages, self.B, self.Sk).items():
             set_(self, name, value)
         self._check_tensors()
@@ -247,7 +253,8 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Whether there are no score options other than scale and causal, and Dv is D."""
-        return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in _ABSENT if name != "Dv")
+        others = (name for name in _ABSENT if name not in ("Dv", "latent"))
+        return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in others)
 
     @property
     def diagonal(self) -> int:
@@ -318,7 +325,8 @@ class Problem:
         widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
         mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
         of = dtypes.described(self.dtype, self.v_dtype, self.out_dtype)
-        return " ".join((widths, of, *mask, *self._options()))
+        latent = ("latent",) if self.latent else ()
+        return " ".join((widths, of, *mask, *latent, *self._options()))
 
     def _options(self) -> Iterator[str]:
         """The score options that are set, by their names on the command line."""

@@ -154,12 +154,9 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     allocation fault. (Triton's ragged descriptors use the same idea.)
     """
     of_keys = name in ("K", "V", "dK", "dV")
-    itemsize, width, heads = (
-        ITEMSIZE[p.dtype_of(name)],
-        p.Dv if name in ("V", "O", "dO", "dV") else p.D,
-        p.Hk if of_keys else p.H,
-    )
-    size = [width, p.Sk if of_keys else p.Sq, heads, p.B]
+    itemsize, width = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O", "dO", "dV") else p.D
+    entries, heads, length = p.key_shape if of_keys else (p.B, p.H, p.Sq)
+    size = [width, length, heads, entries]
     if name == "bias":
         size = [*reversed(p.bias)]
     strides = (0,) * (4 - len(tensor.strides)) + tuple(tensor.strides)

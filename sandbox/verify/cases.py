@@ -283,6 +283,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     (queries, keys), entries = p.rows, p.B if p.page_size else p.batches
     shapes = ((p.batches, p.H, queries, p.D), (entries, p.Hk, keys, p.D), (entries, p.Hk, keys, p.Dv))
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    if p.latent:
+        v = k[..., : p.Dv]
     INPUTS[case.inputs](q, k, v)
     lay_out = LAYOUTS[case.layout]
     dtypes = (numpy_dtype(p.dtype_of(name)) for name in "QKV")
