@@ -1,0 +1,128 @@
+"""Spec of `fwd_latent_wgmma.cu`."""
+
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+
+SMS = 132  # SMs of the H100 and H200; a block needs a whole one
+MAX_SPLITS = 256
+MAX_BLOCKS = 65535  # gridDim.z
+OPTIONS = {"window", "sink", "key_lengths", "page_size"}
+
+
+def slabs(p: Problem) -> tuple[int, int]:
+    """Slabs of 64 columns: of V, an even number, and of K."""
+    V = 2 * cdiv(p.Dv, 128)
+    return V, max(V, cdiv(p.D, 64))
+
+
+def smem_bytes(p: Problem, t: Tile) -> int:
+    """Stages of half a V, or O in fp32; stages of the rest of K; P twice, Q, factors, m and l; mbarriers."""
+    slab, rest_stages, (V, K) = 8192, (t.STAGES + 1) // 2, slabs(p)
+    halves = max(t.STAGES * (V // 2) * slab, cdiv(4 * t.BLOCK_M * (64 * V + 8), 1024) * 1024)
+    others = rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
+    return halves + others * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
+
+
+def row_tiles(p: Problem, t: Tile) -> int:
+    """Tiles of packed rows (queries times heads of a group) per key/value head."""
+    return cdiv(p.Sq * p.group, t.BLOCK_M)
+
+
+def dynamic_splits(p: Problem) -> bool:
+    """Whether the device assigns blocks to batch entries by their key_lengths (SplitScheduler in split_kv.cuh)."""
+    return p.key_lengths
+
+
+def splits(p: Problem, t: Tile) -> int:
+    """Blocks that share the keys of a row tile; with key_lengths the sum over batch entries.
+
+    Minimizes the estimated time in rounds, one key tile of a block (1.3 us): waves times the rounds of a split plus 3
+    of fixed cost, plus 2 for the combine kernel and the time to write and read the partial results at 4 TB/s.
+    """
+    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N)
+    if not tiles * rounds * p.B:
+        return 1
+    if dynamic_splits(p):
+        wanted = t.BLOCKS * (2 if p.B > 1 and tiles * p.B < t.BLOCKS else 1) // tiles
+        return max(1, min(p.B * rounds, wanted, MAX_BLOCKS - p.B))
+
+    def cost(n: int) -> float:
+        combine = 2 + p.B * p.H * p.Sq * n * p.Dv * 8 / 5.2e6 if n > 1 else 0
+        return cdiv(tiles * p.B * n, t.BLOCKS) * (cdiv(rounds, n) + 3) + combine
+
+    return min(range(1, max(1, min(rounds, MAX_SPLITS, MAX_BLOCKS // p.B)) + 1), key=cost)
+
+
+def blocks(p: Problem, t: Tile) -> int:
+    """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
+    return splits(p, t) + p.B if dynamic_splits(p) else splits(p, t) * p.B
+
+
+def needs_combine(p: Problem, t: Tile) -> bool:
+    """Whether a row may have more than one split."""
+    return splits(p, t) > 1 and p.Sk > t.BLOCK_N
+
+
+def partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
+    return (blocks(p, t) * p.H * p.Sq * (p.Dv + 2) if needs_combine(p, t) else 0), 0
+
+
+def supports(p: Problem, arch: Arch | None) -> str | None:
+    """The requirements of latent keys, of registers, of tensor maps and wgmma."""
+    if not p.latent:
+        return "only latent attention is supported, where v is a view of the first columns of k: k[..., :Dv]"
+    if p.D > 576 or p.Dv > 512:
+        return f"D={p.D}, Dv={p.Dv} is not supported: D is at most 576 and Dv at most 512, half of the register file"
+    if others := p.options - OPTIONS:
+        return f"{', '.join(sorted(others))} not supported: {', '.join(sorted(OPTIONS))} are"
+    if p.Sq * p.group >= 2**31:
+        return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows"
+    return unsupported_by_wgmma(p, arch, "copies of the first columns of k as v")
+
+
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """Limits of a tile: one wgmma accumulator of S, key tiles within a page."""
+    rules = (
+        (t.BLOCK_M == 64, f"BLOCK_M={t.BLOCK_M} must be 64: packed rows are M of wgmma"),
+        (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are N of wgmma, and registers limit them"),
+        (t.STAGES >= 3, f"STAGES={t.STAGES} must be at least 3: two halves of V are read at the same time"),
+        (
+            p.page_size % t.BLOCK_N == 0,
+            f"page_size={p.page_size} is not supported: BLOCK_N={t.BLOCK_N} keys must not cross pages",
+        ),
+    )
+    return next((reason for holds, reason in rules if not holds), None)
+
+
+kernel = Kernel(
+    name="fwd_latent_wgmma",
+    computes="forward",
+    rung=4,
+    default=True,
+    paged=True,
+    summary="latent attention (MLA): v is a view of k; two warpgroups own the halves of O, a third one computes S",
+    dtypes=("float16", "bfloat16"),
+    max_D=576,
+    min_arch=(9, 0),
+    arch_suffix="a",
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132),),
+    grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
+    block=lambda t: (384, 1, 1),
+    smem_bytes=smem_bytes,
+    supports=supports,
+    check_tile=check_tile,
+    preference=-1,  # for D <= 256 only by name: other kernels support it, too
+    scratch={"partials": partials},
+    numbers={"splits": splits},
+    args=("Q", "K", "V", "O", "LSE", "K_map", "partials", "H", "group", "splits", "score"),
+    then=(
+        Entry(
+            name="fwd_latent_wgmma_combine",
+            programmatic_launch=True,
+            grid=lambda p, t: (p.Sq if needs_combine(p, t) else 0, p.H, p.B),
+            block=lambda t: (256, 1, 1),
+            numbers={"splits": splits},
+            args=("O", "LSE", "partials", "H", "splits", "score"),
+        ),
+    ),
+)
