@@ -35,6 +35,7 @@ class Route(NamedTuple):
     pointer: Callable[[Any], int]
     plan: Plan
     requires_grad: bool  # whether an array does: then autograd calls the plan, if gradients are recorded
+    latent: bool  # whether k and v have one address: the plan may read v from k
 
 
 Found = tuple["Plan", Sequence[int], bool]  # the result of a route: its plan, the addresses, its `requires_grad`
@@ -74,7 +75,8 @@ class PlanCache(dict[tuple, "Plan"]):
             if len(routes) >= _MAX_PLANS:
                 routes.clear()
             others = routes.get(options, ())[: _MAX_ROUTES - 1]
-            routes[options] = (Route(same_signature, library.pointer, plan, requires_grad), *others)
+            latent = _latent(which, addresses)
+            routes[options] = (Route(same_signature, library.pointer, plan, requires_grad, latent), *others)
 
 
 _plans = PlanCache()
@@ -90,7 +92,7 @@ def known(library: Library, which: str, options: Options, arrays: tuple[Any, ...
         routes = _plans.routes[which].get(options, ())
     except TypeError:  # a tile given as a dict
         return None
-    for same_signature, pointer, plan, requires_grad in routes:
+    for same_signature, pointer, plan, requires_grad, latent in routes:
         if same_signature(*arrays):
             addresses = []
             for array in arrays:
@@ -98,8 +100,15 @@ def known(library: Library, which: str, options: Options, arrays: tuple[Any, ...
                 if address % ALIGNED or not address:
                     return None
                 addresses.append(address)
+            if latent and not _latent(which, addresses):
+                continue
             return plan, addresses, requires_grad
     return None
+
+
+def _latent(which: str, addresses: Sequence[int]) -> bool:
+    """Whether k and v of a forward, arrays 1 and 2, have one address: v may be a view of k's first columns."""
+    return which == "forward" and addresses[1] == addresses[2]
 
 
 def run_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
@@ -145,7 +154,8 @@ def _planned(
         # aligned.
         bias = "bias" in names and addresses[names.index("bias") - len(names)] % ALIGNED > 0
         blocks = BLOCK_MAP in names and addresses[names.index(BLOCK_MAP) - len(names)] % ALIGNED > 0
-        key = (which, *library.signatures(arrays), bits & -bits, bias, blocks, 0 in addresses, options)
+        aligned = bits & -bits, bias, blocks
+        key = (which, *library.signatures(arrays), *aligned, 0 in addresses, _latent(which, addresses), options)
         plan = cache.get(key)
     except _NO_KEY:
         key, plan = None, None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
+from ..core.limits import GRADIENT_D
 from ..launch.dlpack import library_of
 from .dispatch import Found, known, run_backward, run_forward
 from .options import (
@@ -32,6 +33,11 @@ def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple
     if isinstance(options.scale, Tensor):
         options = replace(options, scale=constant("scale", options.scale))
     library = library_of(arrays[0])
+    if arrays[0].shape[-1] > GRADIENT_D and library.requires_grad(*arrays[:3]):
+        raise UnsupportedProblem(
+            f"q has D={arrays[0].shape[-1]}: attention has a gradient for D <= {GRADIENT_D} (latent attention is "
+            "forward only): call it under torch.no_grad(), or pass detached tensors"
+        )
     for name, array in constants(options, arrays):
         if isinstance(array, Tensor) and library.differentiates(array):
             raise UnsupportedProblem(no_derivative(name))

@@ -60,11 +60,19 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     if "bias" in views:
         memory["bias_boxes"] = boxes(views["bias"])
-    fields |= {"causal": causal, "scale": options.scale, **memory}
+    fields |= {"causal": causal, "scale": options.scale, "latent": _latent(views), **memory}
     problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, Dv=v.shape[3], **fields)
     if BLOCK_MAP in views:
         _check_map(views[BLOCK_MAP], problem)
     return problem
+
+
+def _latent(views: Mapping[str, ArrayView]) -> bool:
+    """Whether v is a view of the first columns of k: latent attention. It is forward only."""
+    k, v = views["k"], views["v"]
+    if "dout" in views or v.pointer != k.pointer or v.dtype != k.dtype or v.shape[3] > k.shape[3] or 0 in v.shape:
+        return False
+    return all(n == 1 or x == y for n, x, y in zip(k.shape[:3], k.strides, v.strides, strict=False))
 
 
 def _check_map(view: ArrayView, p: Problem) -> None:

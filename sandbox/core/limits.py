@@ -8,6 +8,7 @@ from .errors import UnsupportedProblem
 # times this and a tile stay below 2^31.
 MOST_ROWS = 2**29
 MOST_INT32 = 2**31 - 1
+GRADIENT_D = 256  # the largest head dimension of a backward kernel
 
 
 def check_sizes(B: int, H: int, Sq: int, Sk: int) -> None:
