@@ -205,7 +205,8 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     shapes = (queries, keys, values, *([results] if computes == "backward" else []))
     dtypes = (torch_dtype(p.dtype_of(name)) for name in ("Q", "K", "V", "dO"))
     made = zip(shapes, dtypes, strict=False)
-    return tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s, dtype in made)
+    tensors = tuple(torch.randn(s, generator=generator, device=device).to(dtype) for s, dtype in made)
+    return (*tensors[:2], tensors[1][..., : p.Dv], *tensors[3:]) if p.latent else tensors
 
 
 def expectation(
@@ -335,7 +336,7 @@ def _ready(contender: Contender, problem: Problem, inputs: tuple[Any, ...], opti
     """The contender on attention's tensors. Raises UnsupportedProblem."""
     if problem.ragged and not (contender.kernel or contender.ragged):
         raise UnsupportedProblem(f"{contender.name}: ragged batches are not supported by this peer")
-    if problem.page_size and not contender.kernel:
+    if problem.page_size and not (contender.kernel or contender.paged):
         raise UnsupportedProblem(f"{contender.name}: paged keys are not supported by this peer")
     ready = _prepared(contender, problem, inputs, option_tensors)
     if problem.dropout and not contender.kernel:

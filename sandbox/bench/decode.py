@@ -15,6 +15,7 @@ SHAPES = (
     (8, 32, 8, 1, 32768), (1, 64, 8, 1, 131072),
 )  # fmt: skip
 PAGE_SIZES = (0, 16, 256)
+LATENT_ROWS = 64  # latent keys: 2 (D + Dv) operations per row for 2 D bytes
 
 
 def problems(dtype: str) -> list[Problem]:
@@ -29,7 +30,9 @@ def problems(dtype: str) -> list[Problem]:
 
 def is_memory_bound(problem: Problem, computes: str) -> bool:
     """Whether the time is bound by the bandwidth of reading keys and values: a forward with few rows per key head and
-    many keys."""
+    many keys, or latent keys and too few rows for the tensor cores."""
+    if problem.latent and computes == "forward":
+        return problem.Sq * problem.group <= LATENT_ROWS
     return computes == "forward" and not problem.ragged and 0 < 32 * problem.Sq * problem.group <= problem.Sk
 
 
@@ -37,7 +40,7 @@ def kv_bytes(problem: Problem, pairs: int | None) -> int:
     """Bytes of the valid keys and values; `pairs`: visible (query, key) pairs, as in a row."""
     p = problem
     keys = p.B * p.Sk if pairs is None else pairs // (p.H * p.Sq)
-    return keys * p.Hk * (p.D + p.Dv) * p.itemsize
+    return keys * p.Hk * (p.D if p.latent else p.D + p.Dv) * p.itemsize
 
 
 def make_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:
@@ -52,9 +55,11 @@ def make_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:
     generator = torch.Generator(k.device).manual_seed(0)
     table = torch.randperm(p.pages, generator=generator, device=k.device)[: p.B * most].view(p.B, most)
     found = {"block_table": table.to(torch.int32)}
-    for name, x in (("K", k), ("V", v)):
+    for name, x in (("K", k), ("V", v))[: 1 if p.latent else 2]:
         bits = x.view(torch.uint8 if x.element_size() == 1 else x.dtype)  # PyTorch cannot index-assign float8
         pages = bits.new_empty(p.pages, p.page_size, p.Hk, x.shape[3])
         pages[table] = bits.view(p.B, p.Hk, most, p.page_size, x.shape[3]).permute(0, 2, 3, 1, 4)
         found[name] = pages.view(x.dtype).transpose(1, 2)
+    if p.latent:
+        found["V"] = found["K"][..., : p.Dv]
     return found

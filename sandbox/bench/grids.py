@@ -11,7 +11,7 @@ from typing import Any
 from ..core.options import SHOWN
 from ..core.problem import Problem
 from ..core.score import Score
-from . import decode, ragged
+from . import decode, latent, ragged
 
 _MASKS = (False, "bottom-right")
 
@@ -76,5 +76,6 @@ GRIDS: dict[str, Callable[[str], list[Problem]]] = {
     "ragged": ragged.problems,
     "decode": decode.problems,
     "real": _real,
+    "latent": latent.problems,
 }  # fmt: skip
 DOCUMENTS = Path(__file__).with_name("documents.py")

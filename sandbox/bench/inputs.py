@@ -16,9 +16,12 @@ BenchInputs = Mapping[str, Any]  # PyTorch tensors, by their names in a spec's `
 
 
 def make_bench_inputs(problem: Problem, like: Any) -> dict[str, Any]:
-    """Tensors of the problem's score options, on the device of `like`, a PyTorch tensor."""
-    offsets = offsets_of(problem) if problem.ragged else {}
-    return {name: as_tensor(x, like.device) for name, x in {**score_inputs(problem), **offsets}.items()}
+    """Tensors of the problem's score options, on the device of `like`, a PyTorch tensor. All sequences of a latent
+    problem have Sk keys."""
+    found = score_inputs(problem) | (offsets_of(problem) if problem.ragged else {})
+    if problem.latent and problem.key_lengths:
+        found["key_lengths"] = np.full(problem.B, problem.Sk, np.int32)
+    return {name: as_tensor(x, like.device) for name, x in found.items()}
 
 
 _ML_DTYPES = {"bfloat16": np.int16, "float8_e4m3fn": np.int8, "float8_e5m2": np.int8}  # not known to torch.from_numpy

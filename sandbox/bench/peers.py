@@ -16,6 +16,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.files import names_of
 from ..core.problem import Problem
 from .flex import flex_modifications
+from .latent import prepare_flash_mla
 from .ragged import prepare_varlen_attn
 
 _SHARE = 0.25  # of the GPU's memory for the scores of one peer: two such peers and the inputs fit
@@ -48,6 +49,7 @@ class Contender:
     prepare: Callable[..., Ready]
     kernel: str = ""
     ragged: bool = False  # whether a peer supports ragged batches
+    paged: bool = False  # whether a peer supports paged keys; it finds them in option_tensors
 
 
 def get(name: str) -> list[Contender]:
@@ -251,6 +253,13 @@ def _varlen(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None
     return Ready(launch, _poison(q))
 
 
+def _flash_mla(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
+    """FlashMLA's decoding kernel for Hopper."""
+    launch = prepare_flash_mla(problem, q, option_tensors)
+    _try("flash-mla", launch)
+    return Ready(launch, lambda: q.new_full((*q.shape[:3], problem.Dv), float("nan")))
+
+
 _ALL = (
     _sdpa("sdpa-flash", "FLASH_ATTENTION"),
     _sdpa("sdpa-cudnn", "CUDNN_ATTENTION"),
@@ -260,6 +269,7 @@ _ALL = (
     Contender("flex", _flex),
     Contender("triton", _triton),
     Contender("varlen", _varlen, ragged=True),
+    Contender("flash-mla", _flash_mla, paged=True),
 )
 PEERS = {peer.name: peer for peer in _ALL}
 DEFAULT = tuple(peer.name for peer in _ALL[:5])  # those that need only PyTorch, without compiling

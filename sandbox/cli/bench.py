@@ -69,8 +69,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen
     "names",
     default=",".join(peers.DEFAULT),
     show_default=True,
-    help="Other implementations to time (peers). Also: flex, triton, varlen, a Python file, none. Of another operation "
-    "than attention: those of its spec.",
+    help="Other implementations to time (peers). Also: flex, triton, varlen, flash-mla, a Python file, none. Of "
+    "another operation than attention: those of its spec.",
 )
 @click.option("--backward", is_flag=True, help="Time the backward; that of peers through autograd.")
 @click.option("--against", help="Peer for the ratio column. Default: the first one with a time.")
