@@ -10,8 +10,9 @@ struct PackedRow {
         : i(row / group), h(kv_head * group + row % group) {}
 };
 
-// The non-finite fallback (non_finite.cuh) of one packed row: a warp computes its partial result again, from visible keys
-// only: those of key tiles `first`, `first` + WARPS, ... before `end`. Writes O, not divided by l; returns m and l.
+// The non-finite fallback (non_finite.cuh) of one packed row: a warp computes its partial result again, from visible
+// keys only: those of key tiles `first`, `first` + WARPS, ... before `end`. Writes O, not divided by l; returns m and
+// l.
 __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                                      const View<const dtype_v>& V, const SeqlenInfo& seqlen,
                                                      const PackedRow& row, int kv_head, int first, int end, float* O) {
@@ -30,8 +31,7 @@ __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q,
         const float alpha = rescale_factor(m, m_new, exponent),
                     p = ex2((s - (m_new == -INF ? 0.0f : m_new)) * exponent);
         const float kept = head.keep(row.i, j) ? p : 0.0f;
-        for (int d = lane; d < HEAD_DIM_V; d += 32)
-            O[d] = alpha * O[d] + kept * to_float(head.key(V, kv_head, j)[d]);
+        for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = alpha * O[d] + kept * to_float(head.key(V, kv_head, j)[d]);
         l = alpha * l + p;
         m = m_new;
     }
@@ -51,46 +51,47 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
     if (quad == 0) LSE[number] = final_row.lse;
 }
 
-// Combines the partial results of all splits, one block per row. GROUPS groups of HEAD_DIM_V / 4 threads each merge
-// every GROUPS-th split, with LOADS_AHEAD loads in flight; then the first group merges the groups' sums. The order of
-// sums is fixed.
-__device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
-                                               const Score& score) {
+// The splits of a batch entry in the combine kernel, which has `entries` of them; and their partial results.
+__device__ __forceinline__ Split splits_of(const Score& score, int entry, int entries, int splits) {
+    return DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
+                          : Split{entry, 0, splits, entry * splits};
+}
+__device__ __forceinline__ Partials partials_of(float* partials, const Score& score, int H, int entries, int splits,
+                                                const Split& split) {
+    return Partials(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
+                    static_cast<long long>(H) * query_rows(score), split);
+}
+
+// Combines the partial results of all splits of a row, query row i of head h, with all threads of the block. number:
+// the row's index in LSE. GROUPS groups of HEAD_DIM_V / 4 threads each merge every GROUPS-th split, with LOADS_AHEAD
+// loads in flight; then the first group merges the groups' sums. The order of sums is fixed.
+__device__ __forceinline__ void combine_row(const View<dtype_o>& O, float* LSE, const Partials& parts, int splits,
+                                            const Head& head, int h, int i, long long number) {
     constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
     static_assert(GROUPS >= 1, "one thread per four columns");
     __shared__ float4 O_smem[LOADS_AHEAD][THREADS];  // private to each thread until the groups' sums are merged
     __shared__ float2 sums_smem[GROUPS];
-    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, group = threadIdx.x / QUADS,
-              quad = threadIdx.x % QUADS;
-    const Split first_split = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
-                                             : Split{entry, 0, splits, entry * splits};
-    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
-    griddepcontrol_wait();
-    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && first_split.splits == 1)) return;
-    const Head head(score, tile.b, h);
-    const long long number = head.lse_offset(H, h) + tile.row0;
-    const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
-                         static_cast<long long>(H) * query_rows(score), first_split);
+    const int group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
     const float exponent = head.unit * Head::LOG2E;
 
     CombinedRow group_sum;
-    const int splits_end = group < GROUPS ? first_split.splits : 0;
+    const int splits_end = group < GROUPS ? splits : 0;
 #pragma unroll 1
     for (int first = group; first < splits_end; first += LOADS_AHEAD * GROUPS) {
         float2 sums[LOADS_AHEAD];
         float4 O_part[LOADS_AHEAD];
 #pragma unroll
-        for (int i = 0; i < LOADS_AHEAD; ++i) {
-            const int split = min(first + i * GROUPS, first_split.splits - 1);
-            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(number, split) + 4 * quad,
-                        first + i * GROUPS < first_split.splits);
-            sums[i] = *parts.sums(number, split);
-            if (first + i * GROUPS >= first_split.splits) sums[i] = make_float2(-INF, 0.0f);
+        for (int k = 0; k < LOADS_AHEAD; ++k) {
+            const int split = min(first + k * GROUPS, splits - 1);
+            cp_async_16(smem_address(&O_smem[k][threadIdx.x]), parts.O(number, split) + 4 * quad,
+                        first + k * GROUPS < splits);
+            sums[k] = *parts.sums(number, split);
+            if (first + k * GROUPS >= splits) sums[k] = make_float2(-INF, 0.0f);
         }
         cp_async_commit();
         cp_async_wait<0>();
 #pragma unroll
-        for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
+        for (int k = 0; k < LOADS_AHEAD; ++k) O_part[k] = O_smem[k][threadIdx.x];
         group_sum.add(sums, O_part, exponent);
     }
     O_smem[0][threadIdx.x] = group_sum.O;
@@ -101,7 +102,20 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     float2 sums[GROUPS];
     float4 O_part[GROUPS];
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
+    for (int k = 0; k < GROUPS; ++k) sums[k] = sums_smem[k], O_part[k] = O_smem[0][k * QUADS + quad];
     sum.add(sums, O_part, exponent);
-    store_row(O, LSE, head, h, tile.row0, number, quad, sum);
+    store_row(O, LSE, head, h, i, number, quad, sum);
+}
+
+// The combine kernel with one block per row.
+__device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
+                                               const Score& score) {
+    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z;
+    const Split split = splits_of(score, entry, entries, splits);
+    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
+    griddepcontrol_wait();
+    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && split.splits == 1)) return;
+    const Head head(score, tile.b, h);
+    const Partials parts = partials_of(partials, score, H, entries, splits, split);
+    combine_row(O, LSE, parts, split.splits, head, h, tile.row0, head.lse_offset(H, h) + tile.row0);
 }
