@@ -27,13 +27,13 @@
 #include "softmax.cuh"
 #include "swizzle.cuh"
 
-constexpr int WARPS = 1, CLUSTER = 1;    // split_kv.cuh: the key tiles of a block are not divided further
-constexpr unsigned THREADS = 256;        // of O's warpgroups, which store the result; of a block of the combine kernel
-constexpr unsigned ALL_THREADS = 384;    // O's left and right half, S: 128 each
+constexpr int WARPS = 1, CLUSTER = 1;  // split_kv.cuh: the key tiles of a block are not divided further
+constexpr unsigned THREADS = 256;      // of O's warpgroups, which store the result; of a block of the combine kernel
+constexpr unsigned ALL_THREADS = 384;  // O's left and right half, S: 128 each
 #include "split_epilogue.cuh"
 
-constexpr int O_REGISTERS = 160, S_REGISTERS = 184;  // per thread; 168 at launch
-constexpr int V_SLABS = (HEAD_DIM_V + 127) / 128 * 2;                         // slabs of 64 columns
+constexpr int O_REGISTERS = 160, S_REGISTERS = 184;    // per thread; 168 at launch
+constexpr int V_SLABS = (HEAD_DIM_V + 127) / 128 * 2;  // slabs of 64 columns
 constexpr int SLABS = V_SLABS * 64 < HEAD_DIM ? (HEAD_DIM + 63) / 64 : V_SLABS, REST_SLABS = SLABS - V_SLABS;
 constexpr int HALF_COLUMNS = 32 * V_SLABS, DV_PAD = 64 * V_SLABS;
 constexpr int Q_REGISTER_SLABS = Q_SLABS < SLABS ? Q_SLABS : SLABS;  // the first ones
@@ -175,8 +175,8 @@ struct ScoreWarpgroup {
             const int column = Q_REGISTER_SLABS * 64 + chunk * 8;
             const bool valid = tile.has(r) && column < HEAD_DIM;
             const PackedRow row = tile.row(valid ? r : 0);
-            cp_async_16(base + Q_AT + Queries::chunk(r, chunk), tile.seqlen.query(Q, row.h, row.i) + (valid ? column : 0),
-                        valid);
+            cp_async_16(base + Q_AT + Queries::chunk(r, chunk),
+                        tile.seqlen.query(Q, row.h, row.i) + (valid ? column : 0), valid);
         }
         cp_async_commit();
 #pragma unroll
@@ -264,7 +264,8 @@ struct ScoreWarpgroup {
             apply_mask(tile.first_key(j), visible);
             float factor[2] = {1.0f, 1.0f};
             unsigned P[BLOCK_N / 16][4];
-            stats.update<false>(P, S, exponent, [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
+            stats.update<false>(P, S, exponent,
+                                [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
             PPipeline::acquire(base, index);
             const SmemAddr P_smem = base + P_AT + index % 2 * Pairs::BYTES;
 #pragma unroll
@@ -282,8 +283,7 @@ struct ScoreWarpgroup {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float l = row_sum<4>(stats.l[half]);
-            if (lane % 4 == 0)
-                reinterpret_cast<float2*>(smem + SUMS_AT)[r + 8 * half] = make_float2(stats.m[half], l);
+            if (lane % 4 == 0) reinterpret_cast<float2*>(smem + SUMS_AT)[r + 8 * half] = make_float2(stats.m[half], l);
         }
         // m and l are stored; P V is complete. The vote is that of the warps of O.
         named_barrier_or(BLOCK_BARRIER, ALL_THREADS, false);
@@ -297,6 +297,8 @@ struct OutputWarpgroup {
     const SmemAddr base;
     const int warp, lane;  // warp: of the warpgroup's four
     float O[HALF_COLUMNS / 2];
+    // Steps of P V, of 16 keys, and those that do not wait for the next Q K^T.
+    static constexpr int STEPS = BLOCK_N / 16, EARLY = HALF == 0 ? EARLY_STEPS : 0;
 
     __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
@@ -313,15 +315,15 @@ struct OutputWarpgroup {
         named_barrier_sync(HALF_BARRIER + HALF, 128);  // all rows are cleared before wgmma reads them
     }
 
+    // O += P V of key tile j: 16 keys per step.
+    template <int BEGIN, int END>
     __device__ __forceinline__ void mma_PV(unsigned j, SmemAddr V_at) {
         const Descriptor P_smem = Pairs::k_major(base + P_AT + j % 2 * Pairs::BYTES), V_smem = Half::mn_major(V_at);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < BLOCK_N / 16; ++step)
+        for (int step = BEGIN; step < END; ++step)
             wgmma<Order::MN_MAJOR>(O, P_smem + Pairs::k_step(step), V_smem + Half::mn_step(step), true);
         wgmma_commit();
-        wgmma_wait<0>();
-        warpgroup_fence_operand(O);
     }
 
     __device__ __forceinline__ void mainloop(const KeyLoader& loader, char* smem) {
@@ -338,12 +340,17 @@ struct OutputWarpgroup {
             PPipeline::wait(base, index);
             const float alpha[2] = {factors[index % 2 * BLOCK_M + r], factors[index % 2 * BLOCK_M + r + 8]};
             if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) RowStats::scale_O(O, alpha);
-            if (HALF == 1 && j + 1 < tile.tiles) mbarrier_wait(NearlyDone::at(base, (index + 1) % 2), (index + 1) / 2 % 2);
             HalfPipeline::wait(base, unit);
             const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
             const int keys = tile.seqlen.Sk - tile.first_key(j);
             if (KEY_LENGTHS && keys < BLOCK_N) clear_hidden(V_at, smem, keys);
-            mma_PV(index, V_at);
+            if constexpr (EARLY > 0) mma_PV<0, EARLY>(index, V_at);
+            if constexpr (EARLY < STEPS) {
+                if (j + 1 < tile.tiles) mbarrier_wait(NearlyDone::at(base, (index + 1) % 2), (index + 1) / 2 % 2);
+                mma_PV<EARLY, STEPS>(index, V_at);
+            }
+            wgmma_wait<0>();
+            warpgroup_fence_operand(O);
             if (lane == 0) {
                 HalfPipeline::release(base, unit);
                 PPipeline::release(base, index);
@@ -439,5 +446,17 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
     int H, int splits, const __grid_constant__ Score score) {
-    combine_splits(O, LSE, partials, H, splits, score);
+    // Few blocks if most rows have one split: these exit at once. The rows of an entry that has more are dealt out.
+    const int entry = blockIdx.y, entries = gridDim.y;
+    const Split split = splits_of(score, entry, entries, splits);
+    griddepcontrol_wait();
+    if (split.splits == 1) return;
+    const Partials parts = partials_of(partials, score, H, entries, splits, split);
+#pragma unroll 1
+    for (int r = blockIdx.x; r < H * score.Sq; r += gridDim.x) {
+        const int h = r / score.Sq, i = r % score.Sq;
+        const Head head(score, entry, h);
+        combine_row(O, LSE, parts, split.splits, head, h, i, head.lse_offset(H, h) + i);
+        __syncthreads();  // the row has been read from shared memory before it is overwritten
+    }
 }

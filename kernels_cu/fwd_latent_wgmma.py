@@ -2,9 +2,9 @@
 
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-SMS = 132  # SMs of the H100 and H200; a block needs a whole one
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
+COMBINE_BLOCKS = 792  # that run at the same time
 OPTIONS = {"window", "sink", "key_lengths", "page_size"}
 
 
@@ -32,29 +32,39 @@ def dynamic_splits(p: Problem) -> bool:
     return p.key_lengths
 
 
-def splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a row tile; with key_lengths the sum over batch entries.
+def splits_of_entry(p: Problem, t: Tile) -> int:
+    """Blocks that share the keys of a row tile, if all batch entries have Sk keys.
 
     Minimizes the estimated time in rounds, one key tile of a block (1.3 us): waves times the rounds of a split plus 3
     of fixed cost, plus 2 for the combine kernel and the time to write and read the partial results at 4 TB/s.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N)
-    if not tiles * rounds * p.B:
-        return 1
-    if dynamic_splits(p):
-        wanted = t.BLOCKS * (2 if p.B > 1 and tiles * p.B < t.BLOCKS else 1) // tiles
-        return max(1, min(p.B * rounds, wanted, MAX_BLOCKS - p.B))
 
     def cost(n: int) -> float:
         combine = 2 + p.B * p.H * p.Sq * n * p.Dv * 8 / 5.2e6 if n > 1 else 0
         return cdiv(tiles * p.B * n, t.BLOCKS) * (cdiv(rounds, n) + 3) + combine
 
-    return min(range(1, max(1, min(rounds, MAX_SPLITS, MAX_BLOCKS // p.B)) + 1), key=cost)
+    return min(range(1, max(1, min(rounds, MAX_SPLITS, MAX_BLOCKS // max(p.B, 1) - 1)) + 1), key=cost)
+
+
+def splits(p: Problem, t: Tile) -> int:
+    """`splits_of_entry`; with key_lengths the number of blocks for all entries among which their keys are divided.
+    Without splits of equal entries, this is one for each SM: only an entry with more keys than its share is split."""
+    n = splits_of_entry(p, t)
+    if not dynamic_splits(p):
+        return n
+    return n * p.B if n > 1 else max(1, min(p.B, t.BLOCKS // max(row_tiles(p, t) * p.Hk, 1)))
 
 
 def blocks(p: Problem, t: Tile) -> int:
     """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
     return splits(p, t) + p.B if dynamic_splits(p) else splits(p, t) * p.B
+
+
+def combine_blocks(p: Problem, t: Tile) -> int:
+    """Blocks of the combine kernel per batch entry: one for each row, or few if most rows have one split."""
+    few = p.H * p.Sq if splits_of_entry(p, t) > 1 else cdiv(COMBINE_BLOCKS, max(p.B, 1))
+    return min(p.H * p.Sq, few) if needs_combine(p, t) else 0
 
 
 def needs_combine(p: Problem, t: Tile) -> bool:
@@ -105,7 +115,7 @@ kernel = Kernel(
     max_D=576,
     min_arch=(9, 0),
     arch_suffix="a",
-    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132),),
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, EARLY_STEPS=4, BLOCKS=132),),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
@@ -119,7 +129,7 @@ kernel = Kernel(
         Entry(
             name="fwd_latent_wgmma_combine",
             programmatic_launch=True,
-            grid=lambda p, t: (p.Sq if needs_combine(p, t) else 0, p.H, p.B),
+            grid=lambda p, t: (combine_blocks(p, t), p.B, 1),
             block=lambda t: (256, 1, 1),
             numbers={"splits": splits},
             args=("O", "LSE", "partials", "H", "splits", "score"),
