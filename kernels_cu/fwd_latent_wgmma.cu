@@ -260,7 +260,7 @@ struct ScoreWarpgroup {
             if (loads) next = loader.address(j + REST_STAGES);
             mma_QK(index);
             if (loads) loader.load_rest(index + REST_STAGES, next);
-            __syncwarp();
+            __syncwarp();  // wgmma and stmatrix need the whole warp
             apply_mask(tile.first_key(j), visible);
             float factor[2] = {1.0f, 1.0f};
             unsigned P[BLOCK_N / 16][4];
@@ -351,12 +351,13 @@ struct OutputWarpgroup {
             }
             wgmma_wait<0>();
             warpgroup_fence_operand(O);
+            __syncwarp();  // all lanes have read the factors
             if (lane == 0) {
                 HalfPipeline::release(base, unit);
                 PPipeline::release(base, index);
             }
             if (loads) loader.load_half(unit + STAGES, next);
-            __syncwarp();
+            __syncwarp();  // wgmma needs the whole warp
         }
     }
 

@@ -78,11 +78,7 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """The requirements of latent keys, of registers, of tensor maps and wgmma."""
-    if not p.latent:
-        return "only latent attention is supported, where v is a view of the first columns of k: k[..., :Dv]"
-    if p.D > 576 or p.Dv > 512:
-        return f"D={p.D}, Dv={p.Dv} is not supported: D is at most 576 and Dv at most 512, half of the register file"
+    """The requirements of tensor maps and wgmma; options that read elements need more registers."""
     if others := p.options - OPTIONS:
         return f"{', '.join(sorted(others))} not supported: {', '.join(sorted(OPTIONS))} are"
     if p.Sq * p.group >= 2**31:
@@ -113,6 +109,8 @@ kernel = Kernel(
     summary="latent attention (MLA): v is a view of k; two warpgroups own the halves of O, a third one computes S",
     dtypes=("float16", "bfloat16"),
     max_D=576,
+    max_Dv=512,  # O is half of the register file
+    latent=True,
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, EARLY_STEPS=4, BLOCKS=132),),
@@ -123,7 +121,7 @@ kernel = Kernel(
     check_tile=check_tile,
     preference=-1,  # for D <= 256 only by name: other kernels support it, too
     scratch={"partials": partials},
-    numbers={"splits": splits},
+    numbers={"splits": splits, "row_tiles": row_tiles},
     args=("Q", "K", "V", "O", "LSE", "K_map", "partials", "H", "group", "splits", "score"),
     then=(
         Entry(

@@ -6,7 +6,7 @@ Frozen, self-validating values with no third-party import.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -104,6 +104,8 @@ class Kernel(Entry):
     """The CPU backend runs a sample of one in `test_share` of the kernel's tests: more than 1 for kernels for few
     problems, and for those that share their source with another one."""
     max_D: int = 256
+    max_Dv: int = 0  # 0: max_D
+    latent: bool = False  # True: it takes latent attention only (`Problem.latent`): it reads v from k
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
     rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # the tile with the smallest is tried first
@@ -202,12 +204,22 @@ class Kernel(Entry):
             return f"{self.name}: ragged batches are not supported: call it once per sequence, or choose another kernel"
         if problem.page_size and not self.paged:
             return f"{self.name}: paged keys are not supported: use fwd_mma or fwd_decode, or gather the pages"
+        if self.latent and not problem.latent:
+            return f"{self.name}: v must be a view of the first columns of k, k[..., :Dv]: it is not read separately"
         for name, width in problem.head_dims:
-            if self.max_D < width:
-                return f"{self.name}: {name}={width} is not supported: head dimensions are at most {self.max_D}"
+            most = (name == "Dv" and self.max_Dv) or self.max_D
+            if most < width:
+                dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
+                return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"
         return None
+
+    def adapted(self, problem: Problem) -> Problem:
+        """A general problem for test cases, as the kernel takes it: with v as a view of k if it must be."""
+        if not self.latent or problem.latent or problem.Dv > problem.D:
+            return problem
+        return replace(problem, latent=True, Dv=min(problem.Dv, self.max_Dv or self.max_D))
 
     def why_tile_unsupported(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
         """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""

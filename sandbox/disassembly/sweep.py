@@ -82,7 +82,7 @@ def problem_of(job: Job, case: tuple[str, ...], causal: bool, shape: tuple[int, 
     B, H, Hk, Sq, Sk = shape
     mask = "bottom-right" if causal else False
     try:
-        problem = Problem(B, H, Sq, Sk, job.D, Hk, job.dtype, mask)  # type: ignore[arg-type]
+        problem = registry.get(job.kernel).adapted(Problem(B, H, Sq, Sk, job.D, Hk, job.dtype, mask))  # type: ignore[arg-type]
         for name in case:
             problem = replace(problem, **ALONE[name](problem))
     except (SpecError, UnsupportedProblem):

@@ -298,7 +298,7 @@ def compile(
         own: Any = owner.computes.sized(dict.fromkeys(owner.computes.dims, 1024), dtype)
         problem: Problem = own
     else:
-        problem = Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal))
+        problem = owner.adapted(Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal)))
     target = arch or arch_here(owner)
     chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
     return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, problem, chosen, target)

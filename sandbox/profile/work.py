@@ -78,7 +78,7 @@ def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
         combined = HbmBytes(parts, results)
         return Work(0, combined, combined)
     tiles = entry.numbers["row_tiles"](p, tile)
-    q, k, v = rows * p.D * p.itemsize, keys * p.D, keys * p.Dv
+    q, k, v = rows * p.D * p.itemsize, keys * p.D, 0 if p.latent else keys * p.Dv
     # Blocks that read a row of Q: an upper bound if they are assigned on the device.
     blocks = math.prod(entry.grid(p, tile)) // max(tiles * p.Hk, 1) if "splits" in entry.numbers else p.batches
     written = parts or results

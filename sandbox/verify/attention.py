@@ -62,7 +62,7 @@ def small_problems(kernel: Kernel, tile: Tile) -> list[Problem]:
     def taken(**fields: Any) -> Iterator[Problem]:
         if kernel.computes == "block_map":  # a block map needs a mask
             fields["mask"] = (1, 1, fields["Sq"], fields["Sk"])
-        for problem in (Problem(D=D, **fields) for D in _SANITIZED_WIDTHS):
+        for problem in (kernel.adapted(Problem(D=D, **fields)) for D in _SANITIZED_WIDTHS):
             if not (kernel.why_unsupported(problem) or why_tile_unsupported(kernel, problem, tile, None)):
                 yield problem
                 return
@@ -79,7 +79,7 @@ def shipped_tiles(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem
     found: dict[Tile, Problem] = {}
     masks: tuple[Causal, ...] = ("bottom-right", False)
     for causal, D in itertools.product(masks, _SHIPPED_WIDTHS):
-        whole = Problem(1, 2, 4096, 4096, D, Hk=1, dtype=usual_dtypes(kernel)[-1], causal=causal)
+        whole = kernel.adapted(Problem(1, 2, 4096, 4096, D, Hk=1, dtype=usual_dtypes(kernel)[-1], causal=causal))
         try:
             tile = choose_tile(kernel, whole, arch)
         except UnsupportedProblem:
@@ -118,5 +118,5 @@ def tile_case(kernel: Kernel, tile: Tile) -> Case:
 def _taken(kernel: Kernel, B: int, H: int, Sq: int, Sk: int, **fields: Any) -> Problem:
     """The problem with the first head dimension that the kernel supports."""
     dtype = "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
-    problems = [Problem(B, H, Sq, Sk, D, dtype=dtype, **fields) for D in _QUICK_WIDTHS]
+    problems = [kernel.adapted(Problem(B, H, Sq, Sk, D, dtype=dtype, **fields)) for D in _QUICK_WIDTHS]
     return next((p for p in problems if not kernel.why_unsupported(p)), problems[0])

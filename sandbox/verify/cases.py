@@ -65,20 +65,22 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     masks = (False, "bottom-right", "top-left")
     layouts, heads = itertools.cycle(LAYOUTS), itertools.cycle(_HEADS)
     for dtype in kernel.dtypes:
-        taken = [D for D in _WIDTHS if kernel.why_unsupported(Problem(1, 1, 1, 1, D, dtype=dtype)) is None]
+        ones = {D: kernel.adapted(Problem(1, 1, 1, 1, D, dtype=dtype)) for D in _WIDTHS}
+        taken = [D for D, problem in ones.items() if kernel.why_unsupported(problem) is None]
         widths, narrow = itertools.cycle(taken), itertools.cycle(D for D in taken if D <= 64)
         for (Sq, Sk), causal in itertools.product(lengths, masks):
             long, layout = (Sq, Sk) in _LONG, next(layouts)
             B, (H, Hk) = (1, (1, 1)) if long else (2, next(heads))
             for D in (next(widths), next(narrow))[: 1 + long]:
                 problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=dtype, causal=causal)  # type: ignore[arg-type]
+                problem = kernel.adapted(problem)
                 yield Case(f"{problem} {layout}", problem, layout=layout)
         yield from isolating_cases(kernel, dtype)
     variants = itertools.cycle(zip(LAYOUTS, ("normal", "hidden", "hidden", "large", "hidden"), strict=True))
     sizes = itertools.cycle(((77, 97), (M + 5, N + 13), (113, 65), (40, 2 * N + 3)))
 
     def problem_of(**fields: Any) -> Problem:
-        return Problem(2, 4, *next(sizes), 64 if kernel.max_D >= 64 else kernel.max_D, Hk=2, **fields)
+        return kernel.adapted(Problem(2, 4, *next(sizes), 64 if kernel.max_D >= 64 else kernel.max_D, Hk=2, **fields))
 
     for name, problem in option_cases(kernel, problem_of):
         layout, inputs = next(variants)
@@ -109,7 +111,7 @@ def isolating_cases(kernel: Kernel, dtype: str) -> Iterator[Case]:
     variants += [("normal", {"Sq": 2 * N, "Sk": 2 * N + 1, "Hk": 1})]  # m_block range starts late; several heads
     for inputs, numbers in variants:
         usual: dict[str, Any] = {"B": 1, "H": 2, "Sq": 77, "Sk": 97, "D": 64, "causal": "bottom-right"}
-        problem = Problem(**{**usual, **numbers}, dtype=dtype)
+        problem = kernel.adapted(Problem(**{**usual, **numbers}, dtype=dtype))
         if kernel.why_unsupported(problem) is None:
             yield Case(f"{problem} {inputs}", problem, inputs)
 

@@ -71,7 +71,7 @@ def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[
     def problem_of(**fields: Any) -> Problem:
         H, Hk = next(heads)
         sizes = {"B": 3, "H": H, "Sq": 0, "Sk": 0, "D": next(widths), "Hk": Hk, **next(layouts)}
-        problem = Problem(**sizes, **fields)
+        problem = kernel.adapted(Problem(**sizes, **fields))
         return dataclasses.replace(problem, pages=problem.pages + 2)
 
     if not kernel.paged:

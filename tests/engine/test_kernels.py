@@ -41,7 +41,7 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
     for D, causal, (B, H, Hk, Sq, Sk) in itertools.product(widths, (False, "bottom-right"), sweep.SHAPES):
         narrow = draw.choice([dtype for dtype in kernel.dtypes if dtype != "float32"])
         for dtype in (narrow, *({"float32"} & {*kernel.dtypes})):
-            problem = Problem(B, H, Sq, Sk, D, Hk, dtype, causal)
+            problem = kernel.adapted(Problem(B, H, Sq, Sk, D, Hk, dtype, causal))
             with contextlib.suppress(UnsupportedProblem):
                 tile = choose.choose_tile(kernel, problem, target)
                 found.setdefault(tile, {})[str(kernel.defines(problem, tile))] = problem, tile
@@ -151,7 +151,9 @@ def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
     for tile in kernel.tiles:
         masks: tuple[Causal, ...] = ("bottom-right", False)
         problems = [
-            Problem(1, 2, 130, 170, D, dtype=kernel.dtypes[-1], causal=c) for c in masks for D in (64, 128, 256)
+            kernel.adapted(Problem(1, 2, 130, 170, D, dtype=kernel.dtypes[-1], causal=c))
+            for c in masks
+            for D in (64, 128, 256)
         ]
         case = Case("ragged", next(p for p in problems if choose.why_tile_unsupported(kernel, p, tile, None) is None))
         result = check.verify(kernel, case, device, tile)
@@ -215,7 +217,8 @@ def test_float8_sums_are_split(Sk: int, window: tuple[int, int] | None, device: 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
 def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
     """A race may appear once in hundreds of runs. The CPU backend has a fixed order and needs few."""
-    case = Case("repeat", Problem(1, 2, 203, 131, 64, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right"))
+    problem = Problem(1, 2, 203, 131, 64, Hk=1, dtype=kernel.dtypes[-1], causal="bottom-right")
+    case = Case("repeat", kernel.adapted(problem))
     inputs = inputs_of(kernel.computes, case)
     tile = choose.choose_tile(kernel, case.problem, None)
     first = trial.launch(kernel, tile, case.problem, inputs, device)
@@ -328,7 +331,7 @@ def test_the_first_block_stores_dq(
     assert result.ok is not False, result.message
 
 
-@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.parametrize("kernel", [kernel for kernel in FORWARD if not kernel.latent], ids=by_name)
 def test_nan_stays_in_the_rows_that_see_it(kernel: Kernel, device: Device) -> None:
     """P of a masked key is 0, and 0 * NaN must not reach O."""
     problem = Problem(1, 1, 70, 70, 32, dtype=kernel.dtypes[0], causal="bottom-right")
@@ -362,7 +365,7 @@ def test_nan_stays_in_the_gradients_that_it_reaches(kernel: Kernel, device: Devi
 def test_a_wrong_result_is_caught(kernel: Kernel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` fails with a wrong scale, an unwritten element of any output, or an element that is too large."""
     mask = (1, 1, 64, 64) if kernel.computes == "block_map" else ()  # nothing to map without
-    case = Case("normal", Problem(1, 1, 64, 64, 64, dtype=kernel.dtypes[0], mask=mask))
+    case = Case("normal", kernel.adapted(Problem(1, 1, 64, 64, 64, dtype=kernel.dtypes[0], mask=mask)))
     real = trial.launch
     assert check.verify(kernel, case, device).ok
 
@@ -415,7 +418,7 @@ def test_driver_and_compiler_agree_on_resources(kernel: Kernel) -> None:
     gpu = driver.device()
     for D in (64, 128, 256):
         for tile in kernel.tiles:
-            problem = Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[-1])
+            problem = kernel.adapted(Problem(1, 1, 1, 1, D, dtype=kernel.dtypes[-1]))
             if kernel.why_unsupported(problem, gpu.arch) or choose.why_tile_unsupported(
                 kernel, problem, tile, gpu.arch
             ):

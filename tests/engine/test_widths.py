@@ -38,7 +38,7 @@ def problem(kernel: Kernel, D: int, Dv: int) -> Problem:
     """Several blocks and partial tiles, or a single key tile; dtype and mask are random."""
     draw = random.Random(f"{SEED} {kernel.name} {D} {Dv}")
     Sk, causal = draw.choice((127, 30)), draw.choice((False, "bottom-right", "top-left"))
-    return Problem(1, 2, 130, Sk, D, Hk=1, Dv=Dv, dtype=draw.choice(kernel.dtypes), causal=causal)
+    return kernel.adapted(Problem(1, 2, 130, Sk, D, Hk=1, Dv=Dv, dtype=draw.choice(kernel.dtypes), causal=causal))
 
 
 def taken(kernel: Kernel, D: int | None, device: Device = HOST) -> Iterator[tuple[Problem, Tile]]:

@@ -100,7 +100,7 @@ def test_packed_rows_alone() -> None:
 @pytest.mark.parametrize("name", list(registry.kernels()))
 def test_every_entry_has_its_work(name: str) -> None:
     kernel = registry.get(name)
-    p = Problem(1, 2, 8, 64, 64, Hk=1, dtype=kernel.dtypes[0])
+    p = kernel.adapted(Problem(1, 2, 8, 64, 64, Hk=1, dtype=kernel.dtypes[0]))
     for entry in kernel.entries:
         w = work_of(entry, p, kernel.tiles[0])
         assert w.model.total > 0

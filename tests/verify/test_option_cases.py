@@ -118,7 +118,7 @@ def test_the_sweep_tries_every_option(kernel) -> None:
         for case in sweep_cases(kernel)
         if not (case.problem.plain or case.problem.ragged or case.problem.page_size)
     ]
-    wide = dataclasses.replace(P, D=64, Dv=64, dtype=kernel.dtypes[0])
+    wide = kernel.adapted(dataclasses.replace(P, D=64, Dv=64, dtype=kernel.dtypes[0]))
     takes = {name for name in scores.OPTIONS if kernel.why_unsupported(problem((name,), wide)) is None}
     if not takes:
         assert not found
