@@ -102,6 +102,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 kernel = Kernel(
     name="fwd_latent_wgmma",
+    test_share=3,
     computes="forward",
     rung=4,
     default=True,
