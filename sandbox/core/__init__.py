@@ -8,6 +8,7 @@ __all__ = [
     "interrupts",
     "jsonl",
     "kernel",
+    "limits",
     "log",
     "normalise",
     "operation",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sandbox.bench import benchmark, decode, plot, reading, report
+from sandbox.bench import benchmark, decode, latent, peers, plot, reading, report
+from sandbox.bench.inputs import make_bench_inputs
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Limits, Timed, Timing, measure
 from sandbox.core import registry
+from sandbox.core.errors import UnsupportedProblem
 from sandbox.reference import gather_pages
 from sandbox.spec import Problem
 
@@ -97,3 +101,47 @@ def test_make_pages(dtype: str) -> None:
         pages = found[name].transpose(1, 2).float().numpy()
         assert pages.shape == (11, 16, 2, 8)
         assert np.array_equal(gather_pages(pages, found["block_table"].numpy(), np.array([64, 64])), x.float().numpy())
+
+
+def test_latent_keys() -> None:
+    """K and V are one tensor, whose bytes count once; all sequences have Sk keys."""
+    torch = pytest.importorskip("torch")
+    grid = benchmark.GRIDS["latent"]("bfloat16")
+    kernel = registry.get("fwd_latent_wgmma")
+    assert all(kernel.why_unsupported(p, (9, 0)) is None for p in grid)
+    assert [decode.is_memory_bound(p, "forward") for p in grid] == [p.H <= 64 for p in grid]
+    p = dataclasses.replace(grid[-1], B=2, Sk=128, pages=0)
+    assert decode.kv_bytes(p, None) == 2 * 128 * 576 * 2
+    q, k, v = benchmark.make_inputs(p, device="cpu")
+    pages, options = decode.make_pages(p, k, v), make_bench_inputs(p, q)
+    for keys, values in ((k, v), (pages["K"], pages["V"])):
+        assert (values.data_ptr(), values.shape[3]) == (keys.data_ptr(), 512)
+    assert options["key_lengths"].tolist() == [128, 128]
+    assert torch.equal(pages["K"][pages["block_table"][1].long()].transpose(1, 2).reshape(1, 1, 128, 576), k[1:])
+
+
+def test_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of its package, and the reasons why it is not timed."""
+    torch = pytest.importorskip("torch")
+    p = dataclasses.replace(latent.problems("bfloat16")[-1], B=2, Sk=128, pages=0)
+    q, k, v = benchmark.make_inputs(p, device="cpu")
+    options = {**make_bench_inputs(p, q), **decode.make_pages(p, k, v)}
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    with pytest.raises(UnsupportedProblem, match="flash_mla cannot be imported"):
+        peers.get("flash-mla")[0].prepare(p, q, k, v, option_tensors=options)
+    with pytest.raises(UnsupportedProblem, match="it takes latent attention with D=576, Dv=512"):
+        peers.get("flash-mla")[0].prepare(dataclasses.replace(p, D=512), q, k, v, option_tensors=options)
+    called: list[Any] = []
+
+    def decoded(queries: Any, pages: Any, *others: Any, **named: Any) -> tuple[Any, None]:
+        called[:] = [queries.shape, pages.shape, others[2:], named]
+        return queries[..., :512], None
+
+    package = SimpleNamespace(flash_mla_with_kvcache=decoded, get_mla_metadata=lambda: ("schedule", None))
+    monkeypatch.setitem(sys.modules, "flash_mla", package)
+    ready = peers.get("flash-mla")[0].prepare(p, q, k, v, option_tensors=options)
+    ready.poison()
+    out, _ = ready.launch()
+    assert torch.equal(out, q[..., :512])
+    named = {"softmax_scale": p.scale, "causal": False, "use_legacy": True}
+    assert called == [(2, 1, 16, 576), (4, 64, 1, 576), (512, "schedule"), named]
