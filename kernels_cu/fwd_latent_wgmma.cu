@@ -12,7 +12,7 @@
 //   right O                                  PV0                    PV1                PV2
 //
 //   shared memory: halves of V [STAGES] | rest of K [REST_STAGES] | P [2] | Q, columns that are not in registers
-//                  | factors of O [2] | m, l | mbarriers             O in fp32 finds room where the halves were
+//                  | factors of O [2] | m, l | mbarriers             O finds room where the halves were
 // clang-format on
 //
 // The right half is late by one Q K^T: its P V keeps the tensor cores busy during the softmax of the next keys, and the
@@ -46,9 +46,7 @@ static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are
 static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 
-constexpr unsigned O_PITCH = DV_PAD + 8, O_BYTES = 4 * BLOCK_M * O_PITCH;  // padded: four rows are in different banks
-constexpr unsigned REST_STAGES = (STAGES + 1) / 2;
-constexpr unsigned REST_AT = (STAGES * Half::BYTES > O_BYTES ? STAGES * Half::BYTES : (O_BYTES + 1023) / 1024 * 1024);
+constexpr unsigned REST_STAGES = (STAGES + 1) / 2, REST_AT = STAGES * Half::BYTES;
 constexpr unsigned P_AT = REST_AT + REST_STAGES * Rest::BYTES, Q_AT = P_AT + 2 * Pairs::BYTES;
 constexpr unsigned ALPHA_AT = Q_AT + Queries::BYTES, SUMS_AT = ALPHA_AT + 2 * 4 * BLOCK_M;
 constexpr unsigned BARRIERS_AT = SUMS_AT + 8 * BLOCK_M;
@@ -59,9 +57,9 @@ using NearlyDone = BarrierArray<PPipeline::END, 2>;  // Q K^T of a key tile, exc
                                                      // right half's P V of the previous one
 static_assert(SMEM_BYTES == NearlyDone::END, "spec and kernel disagree on shared memory");
 
-// Named barriers: all warps (P V of both halves are complete, m and l are stored); the warps of O; those of its
-// left and right half; those of S.
-constexpr unsigned BLOCK_BARRIER = 1, O_BARRIER = 2, HALF_BARRIER = 3, SCORE_BARRIER = 5;
+// Named barriers: all warps (P V of both halves are complete, m and l are stored); those of the left and right half
+// of O; those of S.
+constexpr unsigned BLOCK_BARRIER = 1, HALF_BARRIER = 2, SCORE_BARRIER = 4;
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
@@ -290,6 +288,19 @@ struct ScoreWarpgroup {
     }
 };
 
+// Where the result of a block goes: to O and LSE, or with several splits to `parts`.
+struct Result {
+    const View<dtype>& O;
+    float* LSE;
+    const Partials& parts;
+    const Split& split;
+    int H;
+    // Number of a row in LSE.
+    __device__ __forceinline__ long long number(const BlockTile& tile, const PackedRow& row) const {
+        return tile.seqlen.lse_offset(H, row.h) + row.i;
+    }
+};
+
 // The left (half 0) or right warpgroup of O.
 template <int HALF>
 struct OutputWarpgroup {
@@ -361,48 +372,92 @@ struct OutputWarpgroup {
         }
     }
 
-    // Stores this half of O, not divided by l, in shared memory, where K was.
-    __device__ __forceinline__ void store_O(float* O_smem) const {
-        float* const to = O_smem + (16 * warp + lane / 4) * O_PITCH + HALF * HALF_COLUMNS + lane % 4 * 2;
+    // Stores m, l and this half of O, not divided by l, for the combine kernel.
+    __device__ __forceinline__ void store_partial(const Result& result, const float2* sums) const {
 #pragma unroll
-        for (int i = 0; i < HALF_COLUMNS / 4; ++i)
-            *reinterpret_cast<float2*>(to + i % 2 * 8 * O_PITCH + i / 2 * 8) = make_float2(O[2 * i], O[2 * i + 1]);
+        for (int half = 0; half < 2; ++half) {
+            const int r = 16 * warp + 8 * half + lane / 4;
+            if (!tile.has(r)) continue;
+            const long long number = result.number(tile, tile.row(r));
+            float* const to = result.parts.O(number, result.split.split) + HALF * HALF_COLUMNS + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < HALF_COLUMNS / 8; ++i)
+                if (HALF * HALF_COLUMNS + 8 * i < HEAD_DIM_V)
+                    *reinterpret_cast<float2*>(to + 8 * i) = make_float2(O[4 * i + 2 * half], O[4 * i + 2 * half + 1]);
+            if (HALF == 0 && lane % 4 == 0) *result.parts.sums(number, result.split.split) = sums[r];
+        }
+    }
+
+    // Stores this half of O, and the left half LSE. O goes through shared memory, where K was, to global memory: 16
+    // bytes per lane.
+    __device__ __forceinline__ void store_final(const Result& result, const float2* sums, const char* smem) const {
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = 16 * warp + 8 * half + lane / 4;
+            const PackedRow row = tile.row(tile.has(r) ? r : 0);
+            const FinalizedRow final_row = Head(tile.seqlen, row.h).finalize(sums[r].x, sums[r].y);
+            inverse[half] = final_row.inverse;
+            if (HALF == 0 && lane % 4 == 0 && tile.has(r)) result.LSE[result.number(tile, row)] = final_row.lse;
+        }
+        const unsigned O_AT = HALF * Half::BYTES;  // [64][HALF_COLUMNS], as large as 64 keys
+#pragma unroll
+        for (int step = 0; step < HALF_COLUMNS / 16; ++step) {
+            unsigned pairs[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                pairs[k] = pack(O[8 * step + 2 * k] * inverse[k % 2], O[8 * step + 2 * k + 1] * inverse[k % 2]);
+            stmatrix_x4(base + O_AT + Half::chunk(16 * warp + lane % 16, 2 * step + lane / 16), pairs[0], pairs[1],
+                        pairs[2], pairs[3]);
+        }
+        __syncwarp();  // the warp's 16 rows are in shared memory
+#pragma unroll 4
+        for (int r = 16 * warp; r < 16 * warp + 16; ++r) {
+            if (!tile.has(r)) continue;
+            const PackedRow row = tile.row(r);
+            dtype* const to = tile.seqlen.query(result.O, row.h, row.i) + HALF * HALF_COLUMNS;
+#pragma unroll
+            for (int chunk = lane; chunk < HALF_COLUMNS / 8; chunk += 32)
+                if (HALF * HALF_COLUMNS + 8 * chunk < HEAD_DIM_V)
+                    *reinterpret_cast<uint4*>(to + 8 * chunk) =
+                        *reinterpret_cast<const uint4*>(smem + O_AT + Half::chunk(r, chunk));
+        }
+    }
+
+    // The non-finite fallback: each of the eight warps computes every eighth row again. O_smem: a row of each warp.
+    __device__ __forceinline__ void store_non_finite(const Result& result, const View<const dtype>& Q,
+                                                     const View<const dtype>& K, const View<const dtype>& V,
+                                                     float* O_smem) const {
+        float* const O_row = O_smem + (4 * HALF + warp) * DV_PAD;
+#pragma unroll 1
+        for (int r = 4 * HALF + warp; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
+            const PackedRow row = tile.row(r);
+            const Head head(tile.seqlen, row.h);
+            const float2 stats =
+                partial_non_finite(Q, K, V, tile.seqlen, row, tile.kv_head, tile.first, tile.first + tile.tiles, O_row);
+            CombinedRow sum;
+            sum.m = stats.x, sum.l = stats.y;
+            __syncwarp();  // the row is complete
+#pragma unroll 1
+            for (int quad = lane; quad < HEAD_DIM_V / 4; quad += 32) {
+                sum.O = reinterpret_cast<const float4*>(O_row)[quad];
+                const long long number = result.number(tile, row);
+                if (result.split.splits > 1) result.parts.store(number, result.split.split, quad, sum);
+                else store_row(result.O, result.LSE, head, row.h, row.i, number, quad, sum);
+            }
+            __syncwarp();  // the row has been read before it is overwritten
+        }
     }
 
     __device__ __forceinline__ void run(const KeyLoader& loader, const View<const dtype>& Q, const View<const dtype>& K,
-                                        const View<const dtype>& V, const View<dtype>& O_out, float* LSE,
-                                        const Partials& parts, const Split& split, int H, char* smem) {
+                                        const View<const dtype>& V, const Result& result, char* smem) {
         mainloop(loader, smem);
-        float* const O_smem = reinterpret_cast<float*>(smem);
-        float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
-        const int first_row = 4 * HALF + warp;  // each of the eight warps stores every eighth row
+        const float2* const sums = reinterpret_cast<const float2*>(smem + SUMS_AT);
         // P V of both halves is complete, and m and l are stored.
-        const bool non_finite = named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HIDES && !all_finite<4>(O));
-        if (non_finite) {  // rare
-#pragma unroll 1
-            for (int r = first_row; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
-                const float2 sum = partial_non_finite(Q, K, V, tile.seqlen, tile.row(r), tile.kv_head, tile.first,
-                                                      tile.first + tile.tiles, O_smem + r * O_PITCH);
-                if (lane == 0) sums[r] = sum;
-            }
-        } else {
-            store_O(O_smem);
-        }
-        named_barrier_sync(O_BARRIER, THREADS);  // all rows of O are in shared memory
-#pragma unroll 1
-        for (int r = first_row; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
-            const PackedRow row = tile.row(r);
-            const Head head(tile.seqlen, row.h);
-            const long long number = head.lse_offset(H, row.h) + row.i;
-            CombinedRow sum;
-            sum.m = sums[r].x, sum.l = sums[r].y;
-#pragma unroll 1
-            for (int quad = lane; quad < HEAD_DIM_V / 4; quad += 32) {
-                sum.O = *reinterpret_cast<const float4*>(O_smem + r * O_PITCH + 4 * quad);
-                if (split.splits == 1) store_row(O_out, LSE, head, row.h, row.i, number, quad, sum);
-                else parts.store(number, split.split, quad, sum);
-            }
-        }
+        if (named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HIDES && !all_finite<4>(O)))
+            store_non_finite(result, Q, K, V, reinterpret_cast<float*>(smem));
+        else if (result.split.splits > 1) store_partial(result, sums);
+        else store_final(result, sums, smem);
     }
 };
 
@@ -416,15 +471,16 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     float* partials,                              // Partials of combine.cuh; not used with one split
     int H,
     int group,   // H / Hk
-    int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries
+    int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries, or 0: no splits
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     griddepcontrol_launch_dependents();
-    const int z = blockIdx.z;
-    const Split split = DYNAMIC_SPLITS ? SplitScheduler(score, gridDim.z - splits, splits).block(z)
-                                       : Split{z / splits, z % splits, splits, z / splits * splits};
-    if (DYNAMIC_SPLITS && split.invalid()) return;
+    const int z = blockIdx.z, each = max(splits, 1);
+    const bool dynamic = DYNAMIC_SPLITS && splits > 0;
+    const Split split = dynamic ? SplitScheduler(score, gridDim.z - splits, splits).block(z)
+                                : Split{z / each, z % each, each, z / each * each};
+    if (dynamic && split.invalid()) return;
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -438,8 +494,9 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     }
     setmaxnreg_dec<O_REGISTERS>();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), split);
-    if (warp < 4) OutputWarpgroup<0>(tile, base, warp, lane).run(loader, Q, K, V, O, LSE, parts, split, H, smem);
-    else OutputWarpgroup<1>(tile, base, warp - 4, lane).run(loader, Q, K, V, O, LSE, parts, split, H, smem);
+    const Result result{O, LSE, parts, split, H};
+    if (warp < 4) OutputWarpgroup<0>(tile, base, warp, lane).run(loader, Q, K, V, result, smem);
+    else OutputWarpgroup<1>(tile, base, warp - 4, lane).run(loader, Q, K, V, result, smem);
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(
@@ -447,17 +504,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
     int H, int splits, const __grid_constant__ Score score) {
-    // Few blocks if most rows have one split: these exit at once. The rows of an entry that has more are dealt out.
-    const int entry = blockIdx.y, entries = gridDim.y;
-    const Split split = splits_of(score, entry, entries, splits);
-    griddepcontrol_wait();
-    if (split.splits == 1) return;
-    const Partials parts = partials_of(partials, score, H, entries, splits, split);
-#pragma unroll 1
-    for (int r = blockIdx.x; r < H * score.Sq; r += gridDim.x) {
-        const int h = r / score.Sq, i = r % score.Sq;
-        const Head head(score, entry, h);
-        combine_row(O, LSE, parts, split.splits, head, h, i, head.lse_offset(H, h) + i);
-        __syncthreads();  // the row has been read from shared memory before it is overwritten
-    }
+    combine_splits(O, LSE, partials, H, splits, score);
 }

@@ -4,7 +4,6 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_b
 
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
-COMBINE_BLOCKS = 792  # that run at the same time
 OPTIONS = {"window", "sink", "key_lengths", "page_size"}
 
 
@@ -15,11 +14,10 @@ def slabs(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Stages of half a V, or O in fp32; stages of the rest of K; P twice, Q, factors, m and l; mbarriers."""
+    """Stages of half a V; stages of the rest of K; P twice, Q, factors, m and l; mbarriers."""
     slab, rest_stages, (V, K) = 8192, (t.STAGES + 1) // 2, slabs(p)
-    halves = max(t.STAGES * (V // 2) * slab, cdiv(4 * t.BLOCK_M * (64 * V + 8), 1024) * 1024)
-    others = rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
-    return halves + others * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
+    tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
+    return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
 
 
 def row_tiles(p: Problem, t: Tile) -> int:
@@ -48,23 +46,16 @@ def splits_of_entry(p: Problem, t: Tile) -> int:
 
 
 def splits(p: Problem, t: Tile) -> int:
-    """`splits_of_entry`; with key_lengths the number of blocks for all entries among which their keys are divided.
-    Without splits of equal entries, this is one for each SM: only an entry with more keys than its share is split."""
+    """`splits_of_entry`; with key_lengths the number of blocks for all entries among which their keys are divided, or
+    0: one block per entry, which needs neither a scheduler nor the combine kernel."""
     n = splits_of_entry(p, t)
-    if not dynamic_splits(p):
-        return n
-    return n * p.B if n > 1 else max(1, min(p.B, t.BLOCKS // max(row_tiles(p, t) * p.Hk, 1)))
+    return n if not dynamic_splits(p) else n * p.B if n > 1 else 0
 
 
 def blocks(p: Problem, t: Tile) -> int:
     """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
-    return splits(p, t) + p.B if dynamic_splits(p) else splits(p, t) * p.B
-
-
-def combine_blocks(p: Problem, t: Tile) -> int:
-    """Blocks of the combine kernel per batch entry: one for each row, or few if most rows have one split."""
-    few = p.H * p.Sq if splits_of_entry(p, t) > 1 else cdiv(COMBINE_BLOCKS, max(p.B, 1))
-    return min(p.H * p.Sq, few) if needs_combine(p, t) else 0
+    n = splits(p, t)
+    return n + p.B if dynamic_splits(p) else n * p.B
 
 
 def needs_combine(p: Problem, t: Tile) -> bool:
@@ -91,6 +82,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (t.BLOCK_M == 64, f"BLOCK_M={t.BLOCK_M} must be 64: packed rows are M of wgmma"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are N of wgmma, and registers limit them"),
+        (
+            t.Q_SLABS <= 6 or not {"window", "key_lengths"} <= p.options,
+            f"Q_SLABS={t.Q_SLABS} spills with a window and key_lengths: use 6",
+        ),
         (t.STAGES >= 3, f"STAGES={t.STAGES} must be at least 3: two halves of V are read at the same time"),
         (
             p.page_size % t.BLOCK_N == 0,
@@ -114,7 +109,10 @@ kernel = Kernel(
     latent=True,
     min_arch=(9, 0),
     arch_suffix="a",
-    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, EARLY_STEPS=4, BLOCKS=132),),
+    tiles=(
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, EARLY_STEPS=4, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132),
+    ),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
@@ -128,7 +126,7 @@ kernel = Kernel(
         Entry(
             name="fwd_latent_wgmma_combine",
             programmatic_launch=True,
-            grid=lambda p, t: (combine_blocks(p, t), p.B, 1),
+            grid=lambda p, t: (p.Sq if needs_combine(p, t) else 0, p.H, p.B),
             block=lambda t: (256, 1, 1),
             numbers={"splits": splits},
             args=("O", "LSE", "partials", "H", "splits", "score"),

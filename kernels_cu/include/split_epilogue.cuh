@@ -51,47 +51,46 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
     if (quad == 0) LSE[number] = final_row.lse;
 }
 
-// The splits of a batch entry in the combine kernel, which has `entries` of them; and their partial results.
-__device__ __forceinline__ Split splits_of(const Score& score, int entry, int entries, int splits) {
-    return DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
-                          : Split{entry, 0, splits, entry * splits};
-}
-__device__ __forceinline__ Partials partials_of(float* partials, const Score& score, int H, int entries, int splits,
-                                                const Split& split) {
-    return Partials(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
-                    static_cast<long long>(H) * query_rows(score), split);
-}
-
-// Combines the partial results of all splits of a row, query row i of head h, with all threads of the block. number:
-// the row's index in LSE. GROUPS groups of HEAD_DIM_V / 4 threads each merge every GROUPS-th split, with LOADS_AHEAD
-// loads in flight; then the first group merges the groups' sums. The order of sums is fixed.
-__device__ __forceinline__ void combine_row(const View<dtype_o>& O, float* LSE, const Partials& parts, int splits,
-                                            const Head& head, int h, int i, long long number) {
+// Combines the partial results of all splits, one block per row. GROUPS groups of HEAD_DIM_V / 4 threads each merge
+// every GROUPS-th split, with LOADS_AHEAD loads in flight; then the first group merges the groups' sums. The order of
+// sums is fixed.
+__device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
+                                               const Score& score) {
     constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
     static_assert(GROUPS >= 1, "one thread per four columns");
     __shared__ float4 O_smem[LOADS_AHEAD][THREADS];  // private to each thread until the groups' sums are merged
     __shared__ float2 sums_smem[GROUPS];
-    const int group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
+    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, group = threadIdx.x / QUADS,
+              quad = threadIdx.x % QUADS;
+    const Split first_split = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
+                                             : Split{entry, 0, splits, entry * splits};
+    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
+    griddepcontrol_wait();
+    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && first_split.splits == 1)) return;
+    const Head head(score, tile.b, h);
+    const long long number = head.lse_offset(H, h) + tile.row0;
+    const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
+                         static_cast<long long>(H) * query_rows(score), first_split);
     const float exponent = head.unit * Head::LOG2E;
 
     CombinedRow group_sum;
-    const int splits_end = group < GROUPS ? splits : 0;
+    const int splits_end = group < GROUPS ? first_split.splits : 0;
 #pragma unroll 1
     for (int first = group; first < splits_end; first += LOADS_AHEAD * GROUPS) {
         float2 sums[LOADS_AHEAD];
         float4 O_part[LOADS_AHEAD];
 #pragma unroll
-        for (int k = 0; k < LOADS_AHEAD; ++k) {
-            const int split = min(first + k * GROUPS, splits - 1);
-            cp_async_16(smem_address(&O_smem[k][threadIdx.x]), parts.O(number, split) + 4 * quad,
-                        first + k * GROUPS < splits);
-            sums[k] = *parts.sums(number, split);
-            if (first + k * GROUPS >= splits) sums[k] = make_float2(-INF, 0.0f);
+        for (int i = 0; i < LOADS_AHEAD; ++i) {
+            const int split = min(first + i * GROUPS, first_split.splits - 1);
+            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(number, split) + 4 * quad,
+                        first + i * GROUPS < first_split.splits);
+            sums[i] = *parts.sums(number, split);
+            if (first + i * GROUPS >= first_split.splits) sums[i] = make_float2(-INF, 0.0f);
         }
         cp_async_commit();
         cp_async_wait<0>();
 #pragma unroll
-        for (int k = 0; k < LOADS_AHEAD; ++k) O_part[k] = O_smem[k][threadIdx.x];
+        for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
         group_sum.add(sums, O_part, exponent);
     }
     O_smem[0][threadIdx.x] = group_sum.O;
@@ -102,20 +101,7 @@ __device__ __forceinline__ void combine_row(const View<dtype_o>& O, float* LSE, 
     float2 sums[GROUPS];
     float4 O_part[GROUPS];
 #pragma unroll
-    for (int k = 0; k < GROUPS; ++k) sums[k] = sums_smem[k], O_part[k] = O_smem[0][k * QUADS + quad];
+    for (int i = 0; i < GROUPS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
     sum.add(sums, O_part, exponent);
-    store_row(O, LSE, head, h, i, number, quad, sum);
-}
-
-// The combine kernel with one block per row.
-__device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
-                                               const Score& score) {
-    const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z;
-    const Split split = splits_of(score, entry, entries, splits);
-    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
-    griddepcontrol_wait();
-    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && split.splits == 1)) return;
-    const Head head(score, tile.b, h);
-    const Partials parts = partials_of(partials, score, H, entries, splits, split);
-    combine_row(O, LSE, parts, split.splits, head, h, tile.row0, head.lse_offset(H, h) + tile.row0);
+    store_row(O, LSE, head, h, tile.row0, number, quad, sum);
 }

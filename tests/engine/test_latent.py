@@ -108,9 +108,9 @@ def test_splits_fill_the_gpu() -> None:
     for p, n in found.items():
         paged = dataclasses.replace(p, page_size=64)
         total, combine = KERNEL.numbers["splits"](paged, tile), KERNEL.then[0].grid(paged, tile)
-        assert total == (66 if n == 1 else n * p.B)
-        assert combine == ((7, 128, 1) if n == 1 else (16, p.B, 1))
-    assert KERNEL.then[0].grid(of(128, 128, 4096), tile)[0] == 0
+        assert total == (0 if n == 1 else n * p.B)
+        assert combine == (n > 1, p.H, p.B)
+        assert KERNEL.grid(paged, tile)[2] == (p.B if n == 1 else (n + 1) * p.B)
 
 
 def test_selection() -> None:
