@@ -133,12 +133,14 @@ struct KeyLoader {
     }
     // Fills all stages.
     __device__ __forceinline__ void load_first() const {
-#pragma unroll 1
+        KeyAddress from[REST_STAGES];
+#pragma unroll
+        for (unsigned j = 0; j < REST_STAGES; ++j) from[j] = address(j);  // reads the block table at once
+#pragma unroll
         for (unsigned j = 0; j < REST_STAGES; ++j) {
-            const KeyAddress from = address(j);
-            load_rest(j, from);
-            load_half(2 * j, from);
-            if (2 * j + 1 < STAGES) load_half(2 * j + 1, from);
+            load_rest(j, from[j]);
+            load_half(2 * j, from[j]);
+            if (2 * j + 1 < STAGES) load_half(2 * j + 1, from[j]);
         }
     }
 
@@ -243,8 +245,6 @@ struct ScoreWarpgroup {
 
     __device__ __forceinline__ void run(const View<const dtype>& Q, const KeyLoader& loader, char* smem) {
         const bool loads = warp == 0 && lane == 0;
-        if (loads) loader.load_first();
-        __syncwarp();
         load_Q(Q);
         RowStats stats;
         const float exponent = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
@@ -341,6 +341,8 @@ struct OutputWarpgroup {
         const bool loads = warp == 0 && lane == 0;
         const int r = 16 * warp + lane / 4;
         const float* const factors = reinterpret_cast<const float*>(smem + ALPHA_AT);
+        if (HALF == 0 && loads) loader.load_first();  // while the warpgroup of S loads Q
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) O[i] = 0.0f;
 #pragma unroll 1
