@@ -5,7 +5,6 @@ Used by experiments: times every step in one interleaved run, and writes tables 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from ..core import registry
-from ..core.errors import UnsupportedProblem
+from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -101,7 +100,7 @@ class Ladder:
 
     def measure(self, file: Path, seconds: float = 0.2) -> Iterator[str]:
         """Time everything in one interleaved run, each result verified before and after; continues an interrupted run.
-        Appends rows to `file` and yields a line per row. Raises SystemExit at the end if a result is wrong."""
+        Appends rows to `file` and yields a line per row. Raises SandboxError at the end if a result is wrong."""
         contenders, problems = self.contenders(), [*self.problems]
         rows = benchmark.matching_rows(read_rows(file), problems, "events")
         left = benchmark.unmeasured(rows, problems, contenders)
@@ -115,7 +114,7 @@ class Ladder:
             yield f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:18} {speed}"
             wrong += row["ok"] is False
         if wrong:
-            sys.exit(f"{wrong} results are wrong or failed")
+            raise SandboxError(f"{wrong} results are wrong or failed")
 
     def _with_registers(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Adds the registers and spills that the compiler reports."""
@@ -130,14 +129,14 @@ class Ladder:
             yield replace(row, setting={**row.setting, **cost})
 
     def check(self, problem: Problem, steps: Iterable[Step]) -> Iterator[str]:
-        """Verify steps on the CPU backend; yields a line per step. Raises SystemExit if one is wrong."""
+        """Verify steps on the CPU backend; yields a line per step. Raises SandboxError if one is wrong."""
         for step in steps:
             found = self.find(step, problem.D)
             assert found, step
             result = checking.verify(found[0], Case(step.name, problem, layout="bshd"), HOST, found[1])
             yield f"{step.name}: error {result.error} bound {result.bound} {result.message}"
             if not result.ok:
-                sys.exit(f"{step.name} is wrong")
+                raise SandboxError(f"{step.name} is wrong")
 
     # ---- tables
 

@@ -218,6 +218,13 @@ class Problem:
         return self.rows[which] // size + self.B if self.B else 0
 
     @property
+    def key_shape(self) -> tuple[int, int, int]:
+        """Batch entries, heads and rows of k and v, or pages, heads and rows of a page."""
+        if self.page_size:
+            return self.pages, self.Hk, self.page_size
+        return self.batches, self.Hk, self.rows[1]
+
+    @property
     def sequences(self) -> tuple[Problem, ...]:
         """The sequences of a ragged batch with known lengths, each as a dense problem of its own, without pages; ()
         without `lengths`."""
