@@ -286,7 +286,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     non_finite_fallback(block, non_finite);
 }
 
-// Writes the work tiles of a ragged batch, longest first (tile_scheduler.cuh), one per warp, and clears the tile
+// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp, and clears the tile
 // counter and the semaphores. Without this entry point each block of bwd_wgmma would search for its own work tile,
 // which takes 1 us. It is launched before bwd_preprocess and overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(

@@ -35,7 +35,7 @@ constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M =
 
 // The work tile of a block. The order of work tiles:
 //
-// RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (tile_scheduler.cuh).
+// RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
 //
 // L2_HEAD_GROUPS (causal, or DETERMINISTIC; here `group` is an L2 head group): the grid is (heads of a group, n_blocks,
 // groups), so that the same n_block of all heads of a group starts together. Causal: the first n_blocks of a head have

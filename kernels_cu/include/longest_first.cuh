@@ -1,0 +1,205 @@
+// The longest-first order of work tiles (LPT), for ragged batches and for block maps. Persistent blocks draw tile
+// numbers from a counter in global memory (dynamic scheduler): sequence lengths, and the number of visible key tiles,
+// are not known when the kernel is launched.
+//
+// Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
+// batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by
+// length bucket (two key tiles, or four query tiles, wide), so that tiles of one sequence and head stay together. In
+// measurements, 16 x 512 is 16 sequences of 512 rows.
+#pragma once
+#include <hopper.cuh>
+#include "score_mod.cuh"
+
+// A work tile; invalid if b < 0.
+#if RAGGED
+struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
+    int b, row0, head;
+    SeqlenOffsets extent;
+    __device__ __forceinline__ bool invalid() const { return b < 0; }
+    __device__ __forceinline__ int h() const { return head; }
+    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b, extent}; }
+};
+#else
+struct WorkTile {  // of a dense batch: `head` counts over the batch, head_of_b within batch entry b
+    int b = -1, row0 = 0, head = 0, head_of_b = 0;
+    WorkTile() = default;
+    __device__ __forceinline__ WorkTile(unsigned row0, unsigned head, unsigned H)
+        : b(head / H), row0(row0), head(head), head_of_b(head % H) {}
+    __device__ __forceinline__ bool invalid() const { return b < 0; }
+    __device__ __forceinline__ int h() const { return head_of_b; }
+    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b}; }
+};
+#endif
+
+#if RAGGED
+// Rows of K and V, or of Q and dO, that fill a third of L2.
+constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));
+
+// First key (or query) of a length bucket. FIRST_BUCKET_HALVED: the first Tiles::BUCKET keys are two buckets, 0 and 1,
+// because they would contain several tiles of a sequence. The shortest tiles then run last and balance the blocks (16 x
+// 512: +3%, KeyTiles +0.5%). LongestFirst treats the two as one if no sequence is longer (32 x 256: -4% otherwise).
+template <class Tiles>
+__device__ __forceinline__ int bucket_begin(int bucket) {
+    if (!Tiles::FIRST_BUCKET_HALVED) return bucket * Tiles::BUCKET;
+    return bucket > 1 ? (bucket - 1) * Tiles::BUCKET : bucket * Tiles::BUCKET / 2;
+}
+
+struct QueryTiles {  // the query tiles of one sequence and head, sorted by the number of keys they see
+    static constexpr int ROWS = BLOCK_M, BUCKET = 2 * BLOCK_N;  // keys
+    int tiles, Sk, diagonal;
+    __device__ __forceinline__ QueryTiles(const Score& score, const SeqlenOffsets& own)
+        : tiles((own.Sq + BLOCK_M - 1) / BLOCK_M), Sk(own.Sk), diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
+    static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
+    // Number of tiles that see a key in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
+    __device__ __forceinline__ int tiles_reaching(int bucket) const {
+        const int key = bucket_begin<QueryTiles>(bucket);
+        const int masked_tiles = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
+        return bucket < 0 ? tiles : Sk <= key ? 0 : max(tiles - masked_tiles, 0);
+    }
+    // First tile of a bucket, given tiles_reaching of the next bucket and of this one.
+    __device__ __forceinline__ int first(int, int reaching) const { return tiles - reaching; }
+    // Whether a tile is so short that the next tile must be drawn before the consumers have acquired this one
+    // (16 x 512: +1%).
+    static __device__ __forceinline__ bool is_short(const Score& score, const WorkTile& work_tile) {
+        const SeqlenOffsets& own = work_tile.extent;
+        const int diagonal = score.bottom_right ? own.Sk - own.Sq : 0;
+        return CAUSAL && own.Sk > BUCKET && work_tile.row0 + ROWS + diagonal <= BUCKET;
+    }
+    // Length of the longest tile, given the sequence lengths.
+    static __device__ __forceinline__ int longest(int, int Sk) { return Sk; }
+    // Heads per L2 head group.
+    static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group) {
+        return HEAD_GROUP_ROWS * group / (score.rows_k + 1) + 1;
+    }
+};
+
+struct KeyTiles {  // the key tiles of one sequence and head, sorted by the number of queries that see them
+    static constexpr int ROWS = BLOCK_N, BUCKET = 4 * BLOCK_M;  // queries
+    static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
+    int tiles, Sq, Sk, diagonal;
+    __device__ __forceinline__ KeyTiles(const Score& score, const SeqlenOffsets& own)
+        : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
+          diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
+    // Number of tiles that a query in bucket `bucket` or later sees; these are the first ones. Bucket -1: all tiles.
+    __device__ __forceinline__ int tiles_reaching(int bucket) const {
+        const int rows = bucket_begin<KeyTiles>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
+        return bucket < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
+    }
+    __device__ __forceinline__ int first(int reaching_next, int) const { return reaching_next; }
+    static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
+    static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group) {
+        // dQ_accum is in L2, too, so the group has a quarter of the heads (16 x 512: +1.9%, random lengths up to 883:
+        // +2.7%, D = 64: -0.7%). Not if L2 holds 7 heads or more (4 x 512: +4.3%).
+        const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
+        return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
+    }
+};
+
+// The order of a ragged batch: longest tiles first, in L2 head groups. Holds few values between tiles: with three
+// consumer warpgroups the scheduler warp has 32 registers per thread.
+template <class Tiles>
+struct LongestFirst {
+    const Score& score;
+    const SeqlenOffsets own;  // extent of sequence threadIdx.x % 32: a cache of the first 32 sequences
+
+    __device__ __forceinline__ explicit LongestFirst(const Score& score)
+        : score(score), own(extent(threadIdx.x % 32)) {}
+
+    // SeqlenOffsets of sequence b; empty if b is out of range.
+    __device__ __forceinline__ SeqlenOffsets extent(int b) const {
+        return b < score.sequences ? SeqlenInfo(score, b).extent() : SeqlenOffsets{};
+    }
+    // SeqlenOffsets of this lane's sequence, b0 + lane. thread_index_x() is re-read, so that no address is kept in a
+    // register.
+    __device__ __forceinline__ SeqlenOffsets extent_of(int b0) const {
+        return b0 == 0 ? own : extent(b0 + thread_index_x() % 32);
+    }
+
+    // Number of tiles of all sequences in bucket `bucket` or later.
+    __device__ __forceinline__ int count(int bucket) const {
+        int tiles = 0;
+#pragma unroll 1
+        for (int b0 = 0; b0 < score.sequences; b0 += 32) tiles += Tiles(score, extent_of(b0)).tiles_reaching(bucket);
+        return __reduce_add_sync(0xffffffffu, tiles);
+    }
+
+    struct Located {
+        RowTile rows;
+        SeqlenOffsets extent;
+    };
+    // The number-th tile of a head, over all sequences. All lanes of the warp call it.
+    __device__ __forceinline__ Located tile(int number) const {
+        int longest = __reduce_max_sync(0xffffffffu, Tiles::longest(own.Sq, own.Sk));
+        if (score.sequences > 32) longest = Tiles::longest(score.Sq, score.Sk);
+        // Binary search: more than `number` tiles reach `bucket`, at most `number` reach `end`.
+        int bucket = -1, end = (longest + Tiles::BUCKET - 1) / Tiles::BUCKET + Tiles::FIRST_BUCKET_HALVED, at_end = 0;
+        const bool one_bucket = Tiles::FIRST_BUCKET_HALVED && longest <= Tiles::BUCKET;
+#pragma unroll 1
+        while (end - bucket > (one_bucket && bucket == 0 ? 2 : 1)) {
+            const int mid = (bucket + end) / 2, reaching = count(mid);
+            if (reaching > number) bucket = mid;
+            else end = mid, at_end = reaching;
+        }
+        number -= at_end;
+#pragma unroll 1
+        for (int b0 = 0;; b0 += 32) {  // the tiles of the bucket, by sequence
+            const SeqlenOffsets sequence = extent_of(b0);
+            const Tiles tiles(score, sequence);
+            const int reaching = tiles.tiles_reaching(bucket);
+            const int reaching_next = tiles.tiles_reaching(Tiles::FIRST_BUCKET_HALVED ? end : bucket + 1);
+            const int in_bucket = reaching - reaching_next, lane = threadIdx.x % 32;
+            int prefix = in_bucket;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int below = __shfl_up_sync(0xffffffffu, prefix, step);
+                prefix += lane >= step ? below : 0;
+            }
+            const unsigned ballot = __ballot_sync(0xffffffffu, prefix > number);
+            if (ballot) {
+                const int source = __ffs(ballot) - 1;
+                const int row0 = (tiles.first(reaching_next, reaching) + number - (prefix - in_bucket)) * Tiles::ROWS;
+                const auto from_source = [&](int x) { return __shfl_sync(0xffffffffu, x, source); };
+                return {{b0 + source, from_source(row0)},
+                        {from_source(sequence.first_query), from_source(sequence.Sq), from_source(sequence.first_key),
+                         from_source(sequence.all_keys), from_source(sequence.Sk)}};
+            }
+            number -= __shfl_sync(0xffffffffu, prefix, 31);
+        }
+    }
+
+    __device__ __forceinline__ bool is_short(const WorkTile& work_tile) const {
+        return Tiles::is_short(score, work_tile);
+    }
+
+    // The number-th work tile of all heads, invalid if there are fewer. `heads` are query heads (QueryTiles) or
+    // key/value heads (KeyTiles); `group` is H / Hk. All lanes of the warp call it.
+    __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned group) const {
+        const unsigned all = count(-1);
+        if (number >= all * heads) return {-1};
+        const unsigned head_group = min(Tiles::head_group(score, group), heads);
+        unsigned first = 0;
+#pragma unroll 1
+        while (heads - first > 2 * head_group && number >= head_group * all)
+            first += head_group, number -= head_group * all;
+        const unsigned width = heads - first > 2 * head_group ? head_group : heads - first;
+        const Located located = tile(number / width);
+        return {located.rows.b, located.rows.row0, static_cast<int>(first + number % width), located.extent};
+    }
+};
+#elif BLOCK_MAP
+struct QueryTiles;
+template <class Tiles>
+struct LongestFirst {  // block map: ordered by the causal mask alone; in L2 head groups, as for_each_work_tile
+    const unsigned tiles, H;
+    __device__ __forceinline__ LongestFirst(const Score& score, unsigned H)
+        : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
+    __device__ __forceinline__ bool is_short(const WorkTile&) const { return false; }  // not known without the map
+    __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned) const {
+        if (number >= tiles * heads) return {};
+        const unsigned head_group = CAUSAL ? max(2 * gridDim.x / tiles, 1) : 1;
+        const unsigned first = number / (head_group * tiles) * head_group;
+        const unsigned width = min(head_group, heads - first), i = number - first * tiles;
+        return {(tiles - 1 - i / width) * BLOCK_M, first + i % width, H};
+    }
+};
+#endif
