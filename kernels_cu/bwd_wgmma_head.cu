@@ -112,6 +112,104 @@ __device__ FALLBACK_INLINE void dQ_non_finite(const View<const dtype>& Q, const 
     query_gradients_of<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, H, m0, 0);
 }
 
+extern __shared__ __align__(1024) char smem[];
+
+// The key/value head of a block, and the loops over its tiles.
+struct HeadBlock {
+    const BwdParams& params;
+    const SmemAddr base;  // of smem
+    const Head& head0;    // first query head of the group
+    const int kv_head, b, group, H;
+
+    // There is no block map: the reference is not used.
+    __device__ __forceinline__ MBlocks m_blocks_of(int n0) const {
+        return {head0, *reinterpret_cast<const GroupBlockMap*>(smem), group, n0};
+    }
+    __device__ __forceinline__ float* dQ_tile(int head, int m0) const {
+        return params.dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
+    }
+    // Calls f(i, head of the group, m0, n0) for the i-th tile: all m_blocks of all n_blocks; and end(n0) after each
+    // n_block.
+    template <class F, class End>
+    __device__ __forceinline__ void for_each(F f, End end) const {
+        unsigned i = 0;
+#pragma unroll 1
+        for (int n0 = 0; n0 < head0.Sk; n0 += BLOCK_N) {
+            m_blocks_of(n0).for_each([&](unsigned, int head, int m0) { f(i++, head, m0, n0); });
+            end(n0);
+        }
+    }
+};
+
+// Warp 0: loads Q and dO per m_block, K and V per n_block.
+__device__ __forceinline__ void load_tiles(const HeadBlock& block) {
+    const BwdParams& params = block.params;
+    const SmemAddr base = block.base;
+    const int b = block.b, kv_head = block.kv_head;
+    const auto load_KV = [&](const TensorMap& map, const View<const dtype>& tensor, int n0, unsigned tile,
+                             SmemAddr full) {
+        load_key_tile(base + tile, map, tensor, block.head0, b, kv_head, n0, full);
+    };
+    bool KV_loaded = false;
+    const auto load_next_KV = [&](int n0) {  // called after the loads of Q and dO, whose stages are free earlier
+        if (KV_loaded) return;
+        mbarrier_wait(EmptyKV::at(base, 0), n0 / BLOCK_N % 2 ^ 1);
+        load_KV(params.K_map, params.K, n0, K_AT, FullK::at(base, 0));
+        load_KV(params.V_map, params.V, n0, V_AT, FullV::at(base, 0));
+        KV_loaded = true;
+    };
+    block.for_each(
+        [&](unsigned i, int head, int m0, int n0) {
+            const unsigned stage = stage_of(i);
+            TIMELINE(wait_empty);
+            QPipeline::acquire(base, i);
+            TIMELINE(load);
+            load_query_tile(base + Q_AT + stage * SmemLayoutQ::BYTES, params.Q_tile_map, params.Q, block.head0, b,
+                            kv_head * block.group + head, m0, QPipeline::full(base, stage));
+            TIMELINE(wait_empty);
+            dOPipeline::acquire(base, i);
+            TIMELINE(load);
+            load_query_tile(base + dO_AT + stage * SmemLayoutQ::BYTES, params.dO_tile_map, params.dO, block.head0, b,
+                            kv_head * block.group + head, m0, dOPipeline::full(base, stage));
+            load_next_KV(n0);
+        },
+        [&](int n0) {
+            load_next_KV(n0);  // also for n_blocks without visible queries
+            KV_loaded = false;
+        });
+}
+
+// Warp 1: loads LSE and delta per m_block.
+__device__ __forceinline__ void load_stats(const HeadBlock& block) {
+    block.for_each(
+        [&](unsigned i, int head, int m0, int) {
+            load_LSE_and_delta<QPipeline>(block.params, block.base, reinterpret_cast<float*>(smem + STATS_AT),
+                                          block.head0, block.H, block.kv_head * block.group, i, head, m0);
+        },
+        [](int) {});
+}
+
+// Warps 2 and 3: dQ-store warps.
+__device__ __forceinline__ void store_dQ_tiles(const HeadBlock& block, unsigned consumer) {
+    const SmemAddr base = block.base;
+    block.for_each(
+        [&](unsigned i, int head, int m0, int n0) {
+            TIMELINE(wait_dQ);
+            mbarrier_wait(Barriers::FulldQ::at(base, consumer), i % 2);
+            TIMELINE(store_dQ);
+            float* const to = block.dQ_tile(head, m0) + consumer * DQ_PART;
+            const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_PART;
+            if (n0 == 0)
+                bulk_store(to, from, 4 * DQ_PART);  // no window: if a row has visible keys, one is in n_block 0
+            else tma_reduce_add(to, from, 4 * DQ_PART);
+            tma_store_commit();
+            tma_store_wait_read();
+            mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));
+        },
+        [](int) { tma_store_wait(); });  // stores are complete before the next n_block adds
+    mbarrier_arrive(dQComplete::at(base, 0));
+}
+
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
@@ -125,91 +223,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     const int kv_head = blockIdx.y, b = blockIdx.z, Hk = gridDim.y, H = Hk * group;
     const BwdParams params{Q,           K,     V,     dO,     LSE,    delta, dQ_accum, dK,    dV,   Q_tile_map,
                            dO_tile_map, K_map, V_map, dK_map, dV_map, 0,     Hk,       group, score};
-    extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // mbarriers are initialised
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const Head head0(score, b, kv_head * group);
-    // There is no block map: the reference is not used.
-    const auto m_blocks_of = [&](int n0) {
-        return MBlocks{head0, *reinterpret_cast<const GroupBlockMap*>(smem), group, n0};
-    };
-    const auto dQ_tile = [&](int head, int m0) {
-        return dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
-    };
+    const HeadBlock block{params, base, head0, kv_head, b, group, H};
 
     if (warp < 4) {
         setmaxnreg_dec<24>();
-        // Calls f(i, head of the group, m0, n0) for the i-th tile: all m_blocks of all n_blocks; and end(n0) after each
-        // n_block.
-        const auto for_each = [&](auto f, auto end) {
-            unsigned i = 0;
-#pragma unroll 1
-            for (int n0 = 0; n0 < head0.Sk; n0 += BLOCK_N) {
-                m_blocks_of(n0).for_each([&](unsigned, int head, int m0) { f(i++, head, m0, n0); });
-                end(n0);
-            }
-        };
-        if (warp == 0 && elect()) {
-            const auto load_KV = [&](const TensorMap& map, const View<const dtype>& tensor, int n0, unsigned tile,
-                                     SmemAddr full) {
-                load_key_tile(base + tile, map, tensor, head0, b, kv_head, n0, full);
-            };
-            bool KV_loaded = false;
-            const auto load_next_KV =
-                [&](int n0) {  // called after the loads of Q and dO, whose stages are free earlier
-                    if (KV_loaded) return;
-                    mbarrier_wait(EmptyKV::at(base, 0), n0 / BLOCK_N % 2 ^ 1);
-                    load_KV(K_map, K, n0, K_AT, FullK::at(base, 0));
-                    load_KV(V_map, V, n0, V_AT, FullV::at(base, 0));
-                    KV_loaded = true;
-                };
-            for_each(
-                [&](unsigned i, int head, int m0, int n0) {
-                    const unsigned stage = stage_of(i);
-                    TIMELINE(wait_empty);
-                    QPipeline::acquire(base, i);
-                    TIMELINE(load);
-                    load_query_tile(base + Q_AT + stage * SmemLayoutQ::BYTES, Q_tile_map, Q, head0, b,
-                                    kv_head * group + head, m0, QPipeline::full(base, stage));
-                    TIMELINE(wait_empty);
-                    dOPipeline::acquire(base, i);
-                    TIMELINE(load);
-                    load_query_tile(base + dO_AT + stage * SmemLayoutQ::BYTES, dO_tile_map, dO, head0, b,
-                                    kv_head * group + head, m0, dOPipeline::full(base, stage));
-                    load_next_KV(n0);
-                },
-                [&](int n0) {
-                    load_next_KV(n0);  // also for n_blocks without visible queries
-                    KV_loaded = false;
-                });
-        } else if (warp == 1) {
-            for_each(
-                [&](unsigned i, int head, int m0, int) {
-                    load_LSE_and_delta<QPipeline>(params, base, reinterpret_cast<float*>(smem + STATS_AT), head0, H,
-                                                  kv_head * group, i, head, m0);
-                },
-                [](int) {});
-        } else if (warp >= 2 && elect()) {
-            const unsigned consumer = warp - 2;
-            for_each(
-                [&](unsigned i, int head, int m0, int n0) {
-                    TIMELINE(wait_dQ);
-                    mbarrier_wait(Barriers::FulldQ::at(base, consumer), i % 2);
-                    TIMELINE(store_dQ);
-                    float* const to = dQ_tile(head, m0) + consumer * DQ_PART;
-                    const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_PART;
-                    if (n0 == 0)
-                        bulk_store(to, from, 4 * DQ_PART);  // no window: if a row has visible keys, one is in n_block 0
-                    else tma_reduce_add(to, from, 4 * DQ_PART);
-                    tma_store_commit();
-                    tma_store_wait_read();
-                    mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));
-                },
-                [](int) { tma_store_wait(); });  // stores are complete before the next n_block adds
-            mbarrier_arrive(dQComplete::at(base, 0));
-        }
+        if (warp == 0 && elect()) load_tiles(block);
+        else if (warp == 1) load_stats(block);
+        else if (warp >= 2 && elect()) store_dQ_tiles(block, warp - 2);
         TIMELINE(done);
         return;
     }
@@ -302,7 +327,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         warpgroup_fence_operand(dQ);
         if (has_previous) store_dQ(dQ, i - 1);
         m0 += BLOCK_M;
-        m_blocks_of(state.n0()).seek(head, m0);
+        block.m_blocks_of(state.n0()).seek(head, m0);
         state.next();
     };
     const auto mainloop_tail = [&] {  // dQ of the last tile of an n_block
@@ -334,7 +359,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
                            CONSUMER_THREADS);  // TMA has read dK and dV before dS overwrites them
         mbarrier_wait(FullK::at(base, 0), state.n0() / BLOCK_N % 2);
         mbarrier_wait(FullV::at(base, 0), state.n0() / BLOCK_N % 2);
-        m_blocks_of(state.n0()).start(head, m0);
+        block.m_blocks_of(state.n0()).start(head, m0);
         zero(dK_rmem), zero(dV_rmem);
         if (head < group) {
 #pragma unroll 1
@@ -374,7 +399,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {
             const int tile = min(first + t, group * tiles - 1);
-            rows[t].load(dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_PART + warp % 4 * 128);
+            rows[t].load(block.dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_PART + warp % 4 * 128);
         }
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {
