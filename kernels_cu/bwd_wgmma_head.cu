@@ -74,36 +74,6 @@ class LoopState {
     __device__ __forceinline__ void make_uniform() { count = uniform(count); }
 };
 
-// Postprocess: 16 rows of dQ, loaded from dQ_accum, converted and stored by one warp.
-struct dQFragment {
-    static constexpr int ITEMS =
-        (D_PAD + 31) / 32;  // per lane: 8 columns of two rows each; adjacent lanes have adjacent columns
-    float accum[ITEMS][2][8];
-
-    static __device__ __forceinline__ int item(int n) { return n * 32 + threadIdx.x % 32; }
-    static __device__ __forceinline__ int chunk(int n) { return item(n) % (D_PAD / 8); }
-    static __device__ __forceinline__ int row(int n) { return item(n) / (D_PAD / 8); }
-
-    // `from` is the start of the warp's part of the tile.
-    __device__ __forceinline__ void load(const float* from) {
-#pragma unroll
-        for (int n = 0; n < ITEMS; ++n)
-            if (item(n) < D_PAD) load_fragment_rows(accum[n], from + chunk(n) * 512, row(n));
-    }
-    // Stores query rows row0 .. row0 + 16, scaled; zeros if no_keys. Returns whether all values of the lane are finite.
-    __device__ __forceinline__ bool store(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
-                                          float scale, bool no_keys) {
-        float zero = 0.0f;
-#pragma unroll
-        for (int n = 0; n < ITEMS; ++n) {
-            if (item(n) >= D_PAD) break;
-            for (int k = 0; k < (no_keys ? 16 : 0); ++k) accum[n][k / 8][k % 8] = 0.0f;
-            write_dQ_rows(dQ, sequence, h, row0 + row(n), 8 * chunk(n), accum[n], scale, zero);
-        }
-        return zero == 0.0f;
-    }
-};
-
 // Non-finite fallback for 16 rows of dQ. Inlined: see non_finite.cuh.
 __device__ FALLBACK_INLINE void dQ_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                               const View<const dtype>& V, const View<const dtype>& dO, const float* LSE,
@@ -395,7 +365,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     const int tiles = (head0.Sq + BLOCK_M - 1) / BLOCK_M, row0 = 64 * consumer + warp % 4 * 16;
 #pragma unroll 1
     for (int first = 0; first < group * tiles; first += TILES_PER_PASS) {
-        dQFragment rows[TILES_PER_PASS];
+        dQFragment<D_PAD> rows[TILES_PER_PASS];
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {
             const int tile = min(first + t, group * tiles - 1);
