@@ -9,7 +9,6 @@ MAX_BLOCKS = 65535  # gridDim.z
 DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
 MAX_CLUSTER_KEYS = 8192  # longest rows for clusters of four
-FEW_REGISTERS = {"window", "alibi", "bias", "mask", "sink", "key_lengths", "page_size", "dropout"}  # for BLOCK_N=32
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 
@@ -104,7 +103,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Limits of a tile: whole MMA steps, key tiles within a page, registers without spills."""
+    """Limits of a tile: whole MMA steps, key tiles within a page, registers of S and O, clusters."""
     width = row_bytes(p)[1] // p.itemsize + t.BLOCK_N
     rules = (
         (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
@@ -113,40 +112,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             p.page_size % t.BLOCK_N == 0 or t.BLOCK_N == 16,
             f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: use 16 for tiles that cross pages",
         ),
-        (t.BLOCK_M * width <= MAX_ACCUMULATORS, f"BLOCK_M={t.BLOCK_M} spills at Dv={p.Dv} with BLOCK_N={t.BLOCK_N}"),
         (
-            not p.float8 or t.BLOCK_N == 16 or t.BLOCK_M * p.Dv <= 2048,
-            f"BLOCK_N={t.BLOCK_N} spills with BLOCK_M={t.BLOCK_M} and float8 at Dv={p.Dv}: use 16",
-        ),
-        (t.BLOCK_M == 16 or not p.dropout, f"BLOCK_M={t.BLOCK_M} spills with dropout: use 16"),
-        (
-            t.BLOCK_M == 16 or not p.mask or arch is None or arch >= (9, 0),
-            f"BLOCK_M={t.BLOCK_M} spills with a mask before compute capability 9.0: use 16",
-        ),
-        (
-            t.BLOCK_M == 16 or not (p.score and p.score.hides),
-            f"BLOCK_M={t.BLOCK_M} spills with a Score that has a mask: use 16",
-        ),
-        (
-            t.BLOCK_M == 16 or t.WARPS < 8 or not (p.ragged or p.Dv != p.D),
-            f"BLOCK_M={t.BLOCK_M} with WARPS={t.WARPS} spills with ragged batches or Dv={p.Dv}: use WARPS=4",
-        ),
-        (
-            t.BLOCK_M == 16 or not (p.ragged and p.page_size),
-            f"BLOCK_M={t.BLOCK_M} spills with ragged queries and pages: use 16",
-        ),
-        (
-            t.BLOCK_M == 16 or not p.float8 or p.D <= 128 or p.Dv == p.D,
-            f"BLOCK_M={t.BLOCK_M} spills with float8 at D={p.D}, Dv={p.Dv}: use 16",
-        ),
-        (
-            t.BLOCK_N == 16 or p.float8 or p.options <= FEW_REGISTERS,
-            f"BLOCK_N={t.BLOCK_N} spills with {', '.join(sorted(p.options - FEW_REGISTERS))} in 16-bit types: use 16",
-        ),
-        (t.BLOCK_N == 16 or not p.mask, f"BLOCK_N={t.BLOCK_N} spills with a mask: use 16"),
-        (
-            t.CLUSTER == 1 or p.Dv >= 128 or not (p.score and p.score.hides),
-            f"CLUSTER={t.CLUSTER} spills with a Score that has a mask at Dv={p.Dv}: use 1",
+            t.BLOCK_M * width <= MAX_ACCUMULATORS,
+            f"BLOCK_M={t.BLOCK_M} needs {t.BLOCK_M * width // 32} registers for S and O at Dv={p.Dv}: the limit is 160",
         ),
         (
             t.CLUSTER == 1 or arch is None or arch >= (9, 0),
@@ -175,10 +143,26 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 
 def rank(p: Problem, t: Tile) -> int:
-    """Fewest row tiles first; then the preferred WARPS, CLUSTER and bytes in flight; then the smallest BLOCK_M."""
+    """Tiles that were timed with the options first; of these, fewest row tiles; then the preferred WARPS, CLUSTER and
+    bytes in flight; then the smallest BLOCK_M."""
     *warps, in_flight = preferred(p, t)
     penalty = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (in_flight != (t.STAGES - 1) * t.BLOCK_N * p.itemsize)
-    return 1024 * cdiv(p.Sq * p.group, t.BLOCK_M) + penalty + t.BLOCK_M
+    return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(p.Sq * p.group, t.BLOCK_M) + penalty + t.BLOCK_M
+
+
+def was_timed(p: Problem, t: Tile) -> bool:
+    """Whether the tile was timed with such options: a preference, not a limit. Others may be faster; the table of
+    spilled registers limits both."""
+    hides = bool(p.score and p.score.hides)
+    untimed = (
+        t.BLOCK_M > 16 and (p.dropout or hides),
+        t.BLOCK_M > 16 and p.ragged and p.page_size,
+        t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
+        t.BLOCK_M > 16 and p.float8 and p.D > 128 and p.Dv != p.D,
+        t.BLOCK_N > 16 and (p.mask or p.Dv > 128),
+        t.CLUSTER > 1 and hides and p.Dv < 128,
+    )
+    return not any(untimed)
 
 
 kernel = Kernel(
