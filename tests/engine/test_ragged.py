@@ -65,7 +65,9 @@ def same(kernel: Kernel, name: str, a: Any, b: Any) -> bool:
     return a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.sampled(3)), pytest.param(2, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_each_sequence_is_as_if_alone(kernel: Kernel, seed: int, device: Device) -> None:
     problem = drawn(kernel, seed)

@@ -78,7 +78,7 @@ def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
 
 @pytest.mark.parametrize("target", sweep.ARCHS[:-1])
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_no_option_spills(kernel: Kernel, target: str) -> None:
     """Two sampled cases: the tile that selection chooses does not spill unless its table says so."""
     draw, capability = random.Random(f"{SEED} {kernel.name} {target}"), arch.parse(target)
