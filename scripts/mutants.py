@@ -48,6 +48,7 @@ TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all
 # Mutations of these files affect cache keys, so their tests run with an empty cache.
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
 _GONE = re.compile(r"^ERROR: not found: .*?/(tests/.*)$", re.MULTILINE)
+_UNLOADED = re.compile(r"^ERROR: found no collectors for .*?/(tests/.*?\.py)", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - |$)", re.MULTILINE)
 
 
@@ -127,6 +128,8 @@ class Copy:
         )
         if status == 0:
             return None
+        if status == 4 and (module := _UNLOADED.search(output)):
+            return f"{module[1]} cannot be imported", output
         if status == 4 and (gone := set(_GONE.findall(output))):  # tests with parameters that the mutation removes
             functions = {test.partition("[")[0] for test in gone}
             left = [test for test in tests if test.partition("[")[0] not in functions]

@@ -209,7 +209,7 @@ def test_the_score_counts_by_folder() -> None:
 
 
 def test_parameters_that_a_mutation_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tests are left out: that they do not exist is no detection."""
+    """Their tests are left out: that they do not exist is no detection. A module that cannot be imported is one."""
     files = {
         "sandbox/__init__.py": "",
         "sandbox/core/__init__.py": "NAMES = 'a', 'b'\n",
@@ -224,9 +224,13 @@ def test_parameters_that_a_mutation_removes(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / name).write_text(text)
     in_folder(tmp_path, monkeypatch)
     options = argparse.Namespace(tier="test", seconds=10.0, jobs=1, seed=0)
-    each = mutation.of("sandbox/core/__init__.py", "NAMES = 'a', 'b'\n", mutation.Change("names", 8, "'a'", "'c'"))
-    row = mutants.Examiner(tmp_path / "copies", list(files), options).row(each)
+    examiner = mutants.Examiner(tmp_path / "copies", list(files), options)
+    changes = (mutation.Change("names", 8, "'a'", "'c'"), mutation.Change("names", 0, "NAMES", "OTHER"))
+    parameter, module = (mutation.of("sandbox/core/__init__.py", "NAMES = 'a', 'b'\n", each) for each in changes)
+    row = examiner.row(parameter)
     assert (row["outcome"], row["tests"]) == ("survived", "3 of 3")
+    row = examiner.row(module)
+    assert (row["outcome"], row["test"]) == ("noticed", "tests/core/test_names.py cannot be imported")
 
 
 def test_the_table_is_generated() -> None:
