@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from project import ROOT
 
 from sandbox import attention_forward, cli
-from sandbox.bench import benchmark, decode, environment, peers, plot, rows, sampled_shapes
+from sandbox.bench import benchmark, decode, documents, environment, peers, plot, rows, sampled_shapes
 from sandbox.bench import report as bench_report
 from sandbox.bench.inputs import asked_of
 from sandbox.bench.rows import Row
@@ -877,3 +877,19 @@ def test_flex_makes_a_block_mask_for_each_entry_that_has_its_own(
     q, k, v = torch.zeros(3, 2, 4, 8, 16)
     peers.PEERS["flex"].prepare(Problem(2, 4, 8, 8, 16, **options), q, k, v, {})
     assert made == [(*sizes, 8, 8)]
+
+
+@pytest.mark.parametrize("Sk", [0, 1, 8, 20, 64])
+def test_eight_documents_of_equal_length(Sk: int) -> None:
+    """Up to rounding; a query sees its document only."""
+    problem = Problem(1, 1, Sk, Sk, 8)
+    score = documents.score(problem)
+    expected = [8 * j // Sk for j in range(Sk)]
+    assert score.tensors["doc"].tolist() == expected
+    assert score.tensors["doc"].dtype == np.int32
+    i, j = np.arange(Sk)[:, None], np.arange(Sk)[None]
+    same = np.array(expected)[i] == np.array(expected)[j]
+    np.testing.assert_array_equal(score.evaluate(np.zeros((Sk, Sk)), 0, 0, i, j, Sk, Sk)[2], same)
+    nothing, mask = documents.flex(problem, {"score.doc": score.tensors["doc"]})
+    assert nothing is None
+    np.testing.assert_array_equal(mask(0, 0, i, j), same)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,29 @@ def short_sweep(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 # ---- each command, as a table and as JSON
+
+
+def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+def test_options_that_commands_share() -> None:
+    assert cli.list_commands(click.Context(cli))  # imports all
+    given = {name: {option for p in command.params for option in p.opts} for name, command in commands(cli)}
+    having = lambda option: {name for name, options in given.items() if option in options}  # noqa: E731
+    assert having("--json") == {*given}
+    launching = {"run", "sanitize", "timeline", "watch"}
+    shaped = {*launching, "bench", "compile", "list", "profile", "ptx", "sass", "tune"}
+    for option in ("--shape", "--dtype", "--causal", "--window", "--mask", "--lengths", "--page-size", "--dropout"):
+        assert having(option) == shaped
+    assert having("--tile") == shaped - {"list", "tune"} | {"check"}
+    assert having("--backend") == {*launching, "check", "tune"}
+    assert having("--html") == {"bench", "check", "profile", "ptx", "sass", "timeline", "tune", "watch"}
+    assert having("--plot") == {"bench", "profile", "timeline", "tune"}
 
 
 def test_list() -> None:

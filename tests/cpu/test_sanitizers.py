@@ -288,6 +288,17 @@ def test_indices_outside_of_the_tensors_are_clamped(
     assert report.clean, report.text
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.ragged], ids=lambda kernel: kernel.name)
+@pytest.mark.sampled(6)
+def test_ragged_batches_stay_in_bounds(kernel: Kernel) -> None:
+    """Blocks without a tile, sequences without queries or keys, and an option for each sequence."""
+    lengths = ((40, 70), (0, 20), (33, 0), (20, 20))
+    options = {"alibi": (4, 2)} if kernel.computes != "preprocess" else {}
+    problem = Problem(0, 2, 0, 0, 64, Hk=1, dtype=dtype_of(kernel), lengths=lengths, causal="bottom-right", **options)
+    report, _ = launch_on_host("address", kernel, problem, choose_tile(kernel, problem, None))
+    assert report.clean, report.text
+
+
 def test_tensors_of_the_score_are_buffers_too() -> None:
     """Tensors of the score are allocated with their exact size."""
     problem = Problem(1, 2, 33, 40, 16, alibi=(2,), bias=(1, 2, 33, 40), mask=(1, 1, 33, 40), key_lengths=True)

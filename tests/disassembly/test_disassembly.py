@@ -17,7 +17,7 @@ from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import HistoryError, SpecError, ToolchainMissing, UnknownKernel, UnsupportedProblem
 from sandbox.core.source_line import SourceLine
-from sandbox.disassembly import listing
+from sandbox.disassembly import listing, report
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import disassembly, tools
 from sandbox.watch.history import History, read_texts
@@ -53,6 +53,14 @@ def call(*arguments: str) -> Result:
 
 
 # ---- reading
+
+
+def test_at_most_five_lines_with_live_registers() -> None:
+    class Peaks:
+        live_peaks = {SourceLine(f"/k/{n}.cu", n): n for n in range(9, 0, -1)}  # noqa: RUF012
+
+    lines = [str(line) for line in report.live_lines(Peaks())]  # type: ignore[arg-type]
+    assert [line.split()[:4] for line in lines] == [[str(n), "registers", "live", "at"] for n in range(9, 4, -1)]
 
 
 def test_a_listing() -> None:
