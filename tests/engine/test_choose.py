@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from sandbox.core import registry
@@ -25,6 +27,18 @@ HOPPER = (9, 0)
 def test_backward_kernels_of_one_rung(problem: Problem, deterministic: bool, name: str) -> None:
     """The general kernel comes before its variants, whatever the names; a variant comes first for its own problems."""
     assert choose.choose_kernel(problem, "backward", HOPPER, deterministic).name == name
+
+
+@pytest.mark.parametrize("name", registry.kernels())
+def test_every_tile_of_a_spec_is_supported(name: str) -> None:
+    """For one head dimension at least. A tile that is not would never be chosen."""
+    kernel = registry.get(name)
+    for tile in kernel.tiles:
+        widths = ((16, 16), (64, 64), (128, 128), (256, 256), (576, 512))
+        found = [Problem(1, 2, 64, 64, D, Hk=1, Dv=Dv, dtype=dtype) for D, Dv in widths for dtype in kernel.dtypes]
+        found += [dataclasses.replace(p, latent=True) for p in found if p.Dv < p.D]
+        supported = [p for p in found if not kernel.why_unsupported(p, HOPPER)]
+        assert any(choose.why_tile_unsupported(kernel, p, tile, HOPPER) is None for p in supported), tile
 
 
 @pytest.mark.parametrize(("reads", "tile"), [({"new"}, (128, 80)), ({"mask"}, (128, 128)), ((), (192, 80))])

@@ -114,6 +114,8 @@ def test_problems_as_json(folder: Path) -> None:
     problem = suite_of(kernel).problem(kernel, "8, 16,24", "bfloat16")
     assert (problem.M, problem.N, problem.K, str(problem)) == (8, 16, 24, "M8 N16 K24 bfloat16")  # type: ignore[attr-defined]
     assert problem_from_json(json.loads(json.dumps(problem.as_json()))) == problem
+    p = problem  # what the engine reads of every problem
+    assert (p.score, p.ragged, p.page_size, p.float8, p.plain, p.head_dims) == (None, (), 0, False, True, ())
     with pytest.raises(AttributeError, match="a problem of matmul has no B: it has M, N, K and dtype"):
         _ = problem.B
     with pytest.raises(SpecError, match=r"shape '8,16' must be M,N,K, such as 1024,1024,1024"):
