@@ -70,15 +70,16 @@ def paged_problems(kernel: Kernel, seed: Any = 0, options: int = 8) -> Iterator[
 
     def problem_of(**fields: Any) -> Problem:
         H, Hk = next(heads)
-        sizes = {"B": 3, "H": H, "Sq": 0, "Sk": 0, "D": next(widths), "Hk": Hk, **next(layouts)}
+        sizes = {"B": 3, "H": H, "Sq": 0, "Sk": 0, "D": min(next(widths), kernel.max_D), "Hk": Hk, **next(layouts)}
         problem = kernel.adapted(Problem(**sizes, **fields))
         return dataclasses.replace(problem, pages=problem.pages + 2)
 
     if not kernel.paged:
         return
     for dtype, causal in itertools.product(kernel.dtypes, (False, "bottom-right", "top-left")):
-        for _ in range(2):
-            yield str(problem := problem_of(dtype=dtype, causal=causal)), problem
+        for problem in (problem_of(dtype=dtype, causal=causal) for _ in range(2)):
+            if kernel.why_unsupported(problem) is None:
+                yield str(problem), problem
     every = [*option_cases(kernel, problem_of)]
     for name, problem in random.Random(f"{seed} {kernel.name} pages").sample(every, min(options, len(every))):
         yield f"{name}: {problem}", problem
