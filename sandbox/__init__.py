@@ -32,6 +32,7 @@ from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
+    from .api.append_kv import append_kv
     from .api.call import call
     from .api.torch_slot import use_in_torch
     from .core.kernel import Kernel
@@ -51,6 +52,7 @@ Score.on_host = _evaluate
 _LATER = {
     "Kernel": ".core.kernel",
     "Tile": ".core.tile",
+    "append_kv": ".api.append_kv",
     "call": ".api.call",
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",
@@ -73,6 +75,7 @@ __all__ = [
     "ToolchainMissing",
     "UnknownKernel",
     "UnsupportedProblem",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_forward",

@@ -47,7 +47,7 @@ using dtype_v = __nv_fp8_e5m2;
 using dtype_o = float;
 #elif defined(DTYPE_O_float16)
 using dtype_o = __half;
-#else
+#elif defined(DTYPE_O_bfloat16)  // not defined for an Operation
 using dtype_o = __nv_bfloat16;
 #endif
 #endif

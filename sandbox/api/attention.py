@@ -13,6 +13,8 @@ from .options import (
     CU_SEQLENS,
     PAGED,
     Options,
+    check_dimensions,
+    check_int32,
     check_keywords,
     collect,
     paged,
@@ -146,9 +148,9 @@ def attention_varlen(
         *collect("attention_varlen", q, causal, scale, options), offsets, (max_seqlen_q, max_seqlen_k)
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_dimensions(name, x, "(rows, heads, D)")
+        check_dimensions(name, x, "(rows, heads, D)")
     for name, x in zip(CU_SEQLENS, offsets, strict=True):
-        _check_offsets(name, x)
+        check_int32(name, x)
     heads_first = tuple(x.swapaxes(0, 1)[None] for x in (q, k, v))
     out, lse = _attend((*heads_first, *arrays), opts, True)
     out = out[0].swapaxes(0, 1)
@@ -184,35 +186,21 @@ def attention_paged(
     k_pages and v_pages, and no memory outside of them. Raises the exceptions of `attention_forward`.
     """
     check_keywords("attention_paged", options, PAGED)
-    _check_dimensions("q", q, "(B, H, Sq, D)" if cu_seqlens_q is None else "(total_q, H, D)")
+    check_dimensions("q", q, "(B, H, Sq, D)" if cu_seqlens_q is None else "(total_q, H, D)")
     opts, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
     if cu_seqlens_q is not None:
-        _check_offsets("cu_seqlens_q", cu_seqlens_q)
+        check_int32("cu_seqlens_q", cu_seqlens_q)
         opts, arrays = ragged(opts, arrays, (cu_seqlens_q,), (max_seqlen_q, None))
         q = q.swapaxes(0, 1)[None]
     elif max_seqlen_q is not None:
         raise UnsupportedProblem(f"max_seqlen_q={max_seqlen_q} without cu_seqlens_q is not supported: Sq is q.shape[2]")
     opts, arrays = paged(opts, arrays, block_table)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_dimensions(name, x, "(pages, page_size, Hk, D)")
+        check_dimensions(name, x, "(pages, page_size, Hk, D)")
     out, lse = _attend_pages((q, k_pages.swapaxes(1, 2), v_pages.swapaxes(1, 2), *arrays), opts)
     if cu_seqlens_q is not None:
         out, lse = out[0].swapaxes(0, 1), lse[0]
     return (out, lse) if return_lse else out
-
-
-def _check_dimensions(name: str, x: Any, layout: str) -> None:
-    if not hasattr(x, "dtype"):
-        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-    if len(x.shape) != layout.count(",") + 1:
-        raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be {layout}")
-
-
-def _check_offsets(name: str, x: Any) -> None:
-    if not hasattr(x, "dtype"):
-        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-    if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
-        raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
 
 
 def _attend_pages(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:

@@ -140,14 +140,14 @@ def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
             raise UnsupportedProblem(f"{kernel.name}: {name} has dtype {view.dtype}, and {reason} {wanted}: convert it")
         if not tensor.dtype:
             dtype, of = view.dtype, name
-        _check_contiguous(kernel, name, view)
+        _check_strides(kernel, name, view, tensor.strided)
         if view.device != views[0].device:
             raise UnsupportedProblem(f"{kernel.name}: {name} is on another device than {names.split(',')[0]}: move it")
     return operation.sized({dim: size for dim, (size, _) in sizes.items()}, dtype or kernel.dtypes[0])
 
 
-def _check_contiguous(kernel: Kernel, name: str, view: ArrayView) -> None:
-    dense = dense_strides(view.shape)
+def _check_strides(kernel: Kernel, name: str, view: ArrayView, strided: bool) -> None:
+    dense = (*view.strides[:3], 1) if strided else dense_strides(view.shape)
     if any(n > 1 and s != d for n, s, d in zip(view.shape, view.strides, dense, strict=True)) and 0 not in view.shape:
         raise UnsupportedProblem(
             f"{kernel.name}: {name} with shape {view.shape} and strides {view.strides} is not supported: pass a "
@@ -163,8 +163,14 @@ class _Making(NamedTuple):
     tile: Any
     device: Device
     library: Library
-    outputs: Mapping[str, Callable[[], Any]]  # allocators
+    outputs: Mapping[str, Callable[[], Any]]  # allocators; without outputs that are updated in place
     scratch: Mapping[str, tuple[int, ...]]
+
+    def results(self, arrays: tuple[Any, ...], made: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The outputs of a launch that read `arrays` and wrote to them and to `made`."""
+        operation = operation_of(self.kernel)
+        known = {**dict(zip(operation.inputs, arrays, strict=True)), **made}
+        return tuple(known[name] for name in operation.outputs)
 
 
 def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, backend: str | None) -> _Run:
@@ -179,6 +185,7 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
     outputs = {
         output: library.allocator(arrays[0], shape, dense_strides(shape), tensor.dtype_in(problem))
         for output, tensor in operation_of(kernel).outputs.items()
+        if output not in operation_of(kernel).in_place
         for shape in (tensor.shape(problem),)
     }
     making = _Making(kernel, problem, chosen, device, library, outputs, scratch_of(kernel, problem, chosen))
@@ -202,11 +209,12 @@ def _direct(making: _Making, arrays: tuple[Any, ...]) -> _Run:
     launch, pointer = prepared.launch, library.pointer
     stream = library.stream(making.device[1]) if making.device != HOST else int
     allocators, count = [*makers.values()], len(making.outputs)
+    in_place = operation_of(making.kernel).in_place
 
     def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         made = [allocate() for allocate in allocators]  # scratch is freed in stream order
         launch((*addresses, *map(pointer, made)), stream())
-        return tuple(made[:count])
+        return making.results(arrays, dict(zip(makers, made, strict=True))) if in_place else tuple(made[:count])
 
     return plan
 
@@ -225,8 +233,8 @@ def _staged(making: _Making) -> _Run:
         prepared = pipeline.prepare(making.kernel, making.tile, making.problem, staged, making.device)
         prepared.launch(prepared.pointers(staged))
         prepared.wait()
-        for name in making.outputs:
+        for name in operation_of(making.kernel).outputs:
             staged[name].fetch()
-        return tuple(made[name] for name in making.outputs)
+        return making.results(arrays, made)
 
     return plan

@@ -177,6 +177,22 @@ def collect(
     return _new(Options, fields.values()), tuple(arrays.values())  # in half the time of the constructor
 
 
+def check_dimensions(name: str, x: Any, layout: str) -> None:
+    """Raises UnsupportedProblem unless `x` is an array with as many dimensions as `layout`, such as "(rows, D)"."""
+    if not hasattr(x, "dtype"):
+        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
+    if len(x.shape) != layout.count(",") + 1:
+        raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be {layout}")
+
+
+def check_int32(name: str, x: Any) -> None:
+    """Raises UnsupportedProblem unless `x` is an int32 array."""
+    if not hasattr(x, "dtype"):
+        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
+    if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
+        raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
+
+
 def check_keywords(function: str, keywords: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raises TypeError for a keyword argument that `function` does not have."""
     for name in keywords:

@@ -19,17 +19,25 @@ class Tensor:
     """A tensor of an operation: its dimensions, each a name or a number, and its dtype ("": that of the problem).
 
     It is contiguous, and begins at a multiple of 16 bytes. `values(rng, shape)`: random input values, from a NumPy
-    generator; the default is standard normal, or 0 and 1 for integers and bool.
+    generator; the default is standard normal, or 0 and 1 for integers and bool. `strided`: four dimensions, any strides
+    with a unit stride in the last one; the kernel's parameter is a View (include/view.cuh).
     """
 
     dims: tuple[str | int, ...]
     dtype: str = ""
     values: Callable[[Any, tuple[int, ...]], Any] | None = None
+    strided: bool = False
 
-    def __init__(self, *dims: str | int, dtype: str = "", values: Callable[[Any, tuple[int, ...]], Any] | None = None):
+    def __init__(
+        self, *dims: str | int, dtype: str = "", values: Callable[[Any, tuple[int, ...]], Any] | None = None,
+        strided: bool = False,
+    ):  # fmt: skip
         object.__setattr__(self, "dims", tuple(d if isinstance(d, str) else integer("Tensor", d, 1) for d in dims))
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "values", values)
+        object.__setattr__(self, "strided", strided)
+        if strided and len(dims) != 4:
+            raise SpecError(f"Tensor: strided=True needs four dimensions, not {len(dims)}")
         if dtype and dtype not in SIZES:
             raise SpecError(f"Tensor: dtype={dtype!r} is not supported: choose one of {', '.join(SIZES)}")
 
@@ -115,6 +123,8 @@ _RESERVED = {*OperationProblem.__dataclass_fields__, *vars(OperationProblem)}
 class Operation:
     """What a kernel computes: named dimensions, the tensors that it reads and writes, and a reference in NumPy.
 
+    An output that is also an input, under the same name and with the same Tensor, is updated in place.
+
     `dims`: the names of the sizes, in the order of `--shape`. Every size must occur in the shape of an input.
     `reference(*inputs)`: the outputs (one array, or a tuple in the order of `outputs`) of float64 arrays; inputs of
     integers and bool stay as they are. It is also called with float32 arrays, to derive the error bound.
@@ -170,9 +180,12 @@ class Operation:
             self.problem(shape, "float32")
 
     def _check_names(self) -> None:
-        both = [name for name in self.inputs if name in self.outputs]
-        if both:
-            raise SpecError(f"Operation: {both[0]} is an input and an output: give the output another name")
+        differ = [name for name in self.in_place if self.inputs[name] != self.outputs[name]]
+        if differ:
+            raise SpecError(
+                f"Operation: {differ[0]} is an input and an output: give the output another name, or for an array that "
+                "is updated in place the same Tensor"
+            )
         for name in (*self.dims, *self.inputs, *self.outputs):
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise SpecError(f"Operation: name {name!r} must be an identifier")
@@ -185,6 +198,11 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"Operation({self.name or 'without a name'}: {', '.join(self.inputs)} -> {', '.join(self.outputs)})"
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """The names of the inputs that are also outputs."""
+        return tuple(name for name in self.outputs if name in self.inputs)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -141,7 +141,7 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device, fast: boo
     NoFastCompilation if that is not supported, or the kernel then needs too many registers to be launched."""
     defines = kernel.defines(problem, tile)
     if (
-        (problem.ragged or problem.page_size)
+        (problem.ragged or problem.page_size or kernel.custom)
         and device != HOST
         and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0")
     ):

@@ -175,7 +175,8 @@ def rows_of(kernel: Kernel) -> Mapping[str, Row]:
         return matrix_box(tensor, matrix.shape(p), matrix.dtype_in(p), of, rows), matrix.dtype_in(p)
 
     return {
-        **{name: _pointer(name) for name in (*operation.tensors, *kernel.scratch)},
+        **{name: _view(name) if tensor.strided else _pointer(name) for name, tensor in operation.tensors.items()},
+        **{name: _pointer(name) for name in kernel.scratch},
         **{name: size(name) for name in operation.dims},
         **{
             name: Row(TensorMap, tensor=box.tensor, rows=box.rows, described=partial(described, box.tensor))

@@ -41,7 +41,8 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
            repeats: int = 1, before: Callable[[], None] = lambda: None, fast: bool = False) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays; `inputs` by the names in the spec's `args`, including O for a backward.
 
-    Before the launch every byte of the outputs, of guard memory around them, and of scratch is NaN. If an input has
+    Before the launch every byte of the outputs, of guard memory around them, and of scratch is NaN; an output that is
+    also an input has the input's values. If an input has
     gaps between its rows, the rows of the outputs have gaps, too. `before` is called before each launch. `seconds` is
     the median of `repeats` launches after the first: GPU time between events, or wall-clock time on the CPU backend.
     `fast`: as for `pipeline.load`; then `seconds` means nothing.
@@ -54,6 +55,8 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     }
     shapes = {name: shape for name, (shape, _) in suite.outputs(problem).items()}
     outputs = {name: memory[inner].reshape(shapes[name]) for name, (memory, inner) in made.items()}
+    for name in outputs.keys() & inputs.keys():
+        outputs[name][...] = inputs[name]
     scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:

@@ -248,6 +248,7 @@ def spec(**fields: Any) -> Kernel:
         ({"dims": ("M", "dtype")}, "dimension 'dtype' has the name of something else"),
         ({"outputs": {"y": Tensor("M", "Z")}}, r"y: dimension Z is not in dims=\('M', 'N'\)"),
         ({"outputs": {"x": Tensor("M")}}, "x is an input and an output: give the output another name"),
+        ({"outputs": {"x": Tensor("M", dtype="int32")}}, "updated in place the same Tensor"),
         ({"outputs": {}}, "outputs is empty"),
         ({"inputs": {"x": ("M", "N")}}, r"inputs: x=\('M', 'N'\) must be a Tensor, such as Tensor"),
         ({"reference": 3}, "reference=3 must be a function of the inputs"),
@@ -257,6 +258,11 @@ def spec(**fields: Any) -> Kernel:
 def test_wrong_operations(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         operation(**fields)
+
+
+def test_a_strided_tensor_has_four_dimensions() -> None:
+    with pytest.raises(SpecError, match="strided=True needs four dimensions, not 2"):
+        Tensor("M", "N", strided=True)
 
 
 @pytest.mark.parametrize(

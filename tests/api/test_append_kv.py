@@ -1,0 +1,115 @@
+"""sandbox.append_kv: to pages and to dense caches, in place, against NumPy and by attention afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sandbox
+from sandbox.core.errors import LaunchError, UnsupportedProblem
+
+torch = pytest.importorskip("torch")
+
+B, Hk, D, Dv, SIZE, MOST, PAGES = 3, 2, 40, 24, 8, 4, 14
+LENGTHS = np.array([7, 0, 20], np.int32)
+OFFSETS = np.array([0, 9, 9, 13], np.int32)  # nine rows, none, four; and a row of no sequence
+
+
+def drawn(*shape: int) -> Any:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float16)
+
+
+def pages() -> tuple[Any, ...]:
+    """k_pages and v_pages, slices of one array as some servers allocate them, and block_table."""
+    both = drawn(PAGES, 2, SIZE, Hk, D)
+    table = np.random.default_rng(1).permutation(PAGES)[: B * MOST].reshape(B, MOST).astype(np.int32)
+    return both[:, 0], both[:, 1, :, :, :Dv], table
+
+
+def test_to_pages() -> None:
+    k_pages, v_pages, table = pages()
+    before, others = [x.copy() for x in (k_pages, v_pages)], k_pages.base[:, 1, :, :, Dv:].copy()
+    k_new, v_new = drawn(14, Hk, D), drawn(14, Hk, Dv)
+    assert sandbox.append_kv(k_new, v_new, k_pages, v_pages, table, LENGTHS, cu_seqlens=OFFSETS) is None
+    for got, expected, new in zip((k_pages, v_pages), before, (k_new, v_new), strict=True):
+        for b, n in enumerate(np.diff(OFFSETS)):
+            for i in range(n):
+                j = LENGTHS[b] + i
+                expected[table[b, j // SIZE], j % SIZE] = new[OFFSETS[b] + i]
+        assert np.array_equal(got, expected)
+    assert np.array_equal(k_pages.base[:, 1, :, :, Dv:], others)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_to_dense_caches(packed: bool) -> None:
+    """The keys that attention then sees are those of the concatenation."""
+    caches, new = (drawn(B, Hk, 30, D), drawn(B, Hk, 30, Dv)), (drawn(B, Hk, 5, D), drawn(B, Hk, 5, Dv))
+    expected = [cache.copy() for cache in caches]
+    for cache, rows in zip(expected, new, strict=True):
+        for b, length in enumerate(LENGTHS):
+            cache[b, :, length : length + 5] = rows[b]
+    if packed:
+        rows = [x.swapaxes(1, 2).reshape(-1, Hk, x.shape[3]) for x in new]
+        sandbox.append_kv(*rows, *caches, None, LENGTHS, cu_seqlens=np.arange(0, 20, 5, dtype=np.int32))
+    else:
+        sandbox.append_kv(*new, *caches, None, LENGTHS)
+    assert all(np.array_equal(got, wanted) for got, wanted in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_conversion_to_float8(dtype: Any) -> None:
+    """As PyTorch converts, except that numbers out of range become the largest one."""
+    k_new, v_new = torch.from_numpy(drawn(B, Hk, 1, D)).bfloat16(), torch.from_numpy(drawn(B, Hk, 1, Dv)).bfloat16()
+    k_new[0, 0, 0, 0] = -1e6
+    caches = torch.zeros(B, Hk, 21, D, dtype=dtype), torch.zeros(B, Hk, 21, Dv, dtype=dtype)
+    sandbox.append_kv(k_new, v_new, *caches, None, torch.from_numpy(LENGTHS))
+    largest = torch.finfo(dtype).max
+    for cache, rows in zip(caches, (k_new, v_new), strict=True):
+        for b, length in enumerate(LENGTHS):
+            wanted = rows[b, :, 0].float().clamp(-largest, largest).to(dtype)
+            assert torch.equal(cache[b, :, length].float(), wanted.float())
+            assert not cache[b, :, :length].float().any()
+
+
+def test_a_step_of_a_server() -> None:
+    """Rows are appended, then attended to, with the same offsets."""
+    k_pages, v_pages, table = (torch.from_numpy(np.ascontiguousarray(x)) for x in pages())
+    lengths, offsets = torch.from_numpy(LENGTHS), torch.from_numpy(OFFSETS)
+    q, k_new, v_new = (torch.from_numpy(drawn(14, heads, d)) for heads, d in ((4, D), (Hk, D), (Hk, Dv)))
+    sandbox.append_kv(k_new, v_new, k_pages, v_pages, table, lengths, cu_seqlens=offsets)
+    after = lengths + offsets.diff().int()
+    out = sandbox.attention_paged(q, k_pages, v_pages, table, after, cu_seqlens_q=offsets, causal=True)
+    keys, values = (sandbox.reference.gather_pages(x.numpy(), table.numpy(), after.numpy()) for x in (k_pages, v_pages))
+    assert np.array_equal(keys[0, :, 7:16], k_new[:9].swapaxes(0, 1).numpy())
+    expected, _ = sandbox.reference.attention(
+        q[9:13].swapaxes(0, 1)[None].numpy(), keys[2:, :, :24], values[2:, :, :24], causal=True
+    )
+    assert np.abs(out[9:13].swapaxes(0, 1).numpy() - expected[0]).max() < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        (
+            {"block_table": np.full((B, MOST), PAGES, np.int32)},
+            LaunchError,
+            "block_table has a page that does not exist",
+        ),
+        ({"key_lengths": np.array([24, 0, 0], np.int32)}, LaunchError, "more keys than block_table"),
+        ({"cu_seqlens": np.array([0, 9, 3, 13], np.int32)}, LaunchError, "cu_seqlens decreases"),
+        ({"cu_seqlens": np.array([0, 9, 9, 15], np.int32)}, LaunchError, "ends beyond the last row of k_new"),
+        ({"cu_seqlens": OFFSETS[:3].copy()}, UnsupportedProblem, "cu_seqlens has 3 elements: it must have B"),
+        ({"cu_seqlens": None}, UnsupportedProblem, r"k_new has shape \(14, 2, 40\): it must be \(B, Hk, n, D\)"),
+        ({"block_table": np.zeros((2, 4), np.int32)}, UnsupportedProblem, "block_table has 2 rows: it must have B=3"),
+        ({"block_table": None}, UnsupportedProblem, "v_new|k_pages"),
+        ({"key_lengths": LENGTHS.astype(np.int64)}, UnsupportedProblem, "key_lengths is int64: it must be int32"),
+        ({"k_pages": np.zeros((PAGES, SIZE, Hk, D), np.float32)}, UnsupportedProblem, "k_pages is float32"),
+    ],
+)
+def test_what_makes_no_sense(changes: dict[str, Any], error: type[Exception], said: str) -> None:
+    k_pages, v_pages, table = pages()
+    given = {"k_pages": k_pages, "block_table": table, "key_lengths": LENGTHS, "cu_seqlens": OFFSETS, **changes}
+    with pytest.raises(error, match=said):
+        sandbox.append_kv(drawn(14, Hk, D), drawn(14, Hk, Dv), v_pages=v_pages, **given)
