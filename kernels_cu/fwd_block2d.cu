@@ -35,7 +35,8 @@ __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K
 constexpr int V_ROWS = v_rows(BLOCK_N);
 // Four blocks per SM would spill for D <= 64.
 constexpr bool FEWER_BLOCKS = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);
-constexpr int OTHER_REGISTERS = Head::READS_TENSORS ? 124 : FEWER_BLOCKS ? 72 : 64;  // in addition to S and O
+// In addition to S and O.
+constexpr int OTHER_REGISTERS = Head::READS_TENSORS ? 124 : PAGE_SIZE ? 92 : FEWER_BLOCKS ? 72 : 64;
 constexpr int MIN_BLOCKS = 65536 / (THREADS * (ROWS * (COLS + O_COLS) + OTHER_REGISTERS));
 constexpr float LOG2E = 1.44269504f;
 static_assert(SMEM_BYTES == 4 * (BLOCK_M * Q_PITCH + BLOCK_N * K_PITCH + BLOCK_M * P_PITCH),
