@@ -45,6 +45,7 @@ CODE = b".text."  # prefix of the names of the sections that hold machine code
 LAYOUTS: dict[str, Callable[[Problem], dict[str, Any]]] = {
     "ragged": lambda p: {"ragged": (2 * S, 2 * S)},
     "paged": lambda p: {"page_size": 64, "pages": 512, "key_lengths": True},
+    "ragged paged": lambda p: {"page_size": 16, "pages": 512, "ragged": (2 * S, 0)},
 }
 
 
