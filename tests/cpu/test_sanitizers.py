@@ -218,7 +218,7 @@ FENCES = [("bwd_wgmma", *fence) for fence in fences("bwd_wgmma")] + [
 
 @pytest.mark.parametrize(("name", "file", "number"), FENCES)
 def test_each_proxy_fence_is_needed(name: str, file: str, number: int, tmp_path: Path) -> None:
-    """Without it a read by TMA or wgmma is reported, for a head width of 64 or 256."""
+    """Without it a read by TMA or wgmma is reported, for head widths of 64, 256, or 192 and 128."""
 
     def without(text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -228,8 +228,8 @@ def test_each_proxy_fence_is_needed(name: str, file: str, number: int, tmp_path:
     kernel = registry.get(name)
     unfenced = dataclasses.replace(kernel, source=kernel_copy(kernel, tmp_path, file, without))
     dtype = dtype_of(kernel)
-    for D in (64, 256):
-        problem = Problem(1, 2, 257, 131, D, Hk=1, dtype=dtype, causal="bottom-right")
+    for D, Dv in ((64, 64), (256, 256), (192, 128)):
+        problem = Problem(1, 2, 257, 131, D, Hk=1, Dv=Dv, dtype=dtype, causal="bottom-right")
         if kernel.why_unsupported(problem):
             continue
         report, _ = launch_on_host("uninitialised", unfenced, problem, choose_tile(kernel, problem, None))

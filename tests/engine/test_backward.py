@@ -100,12 +100,14 @@ def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device
     ("rows", "causal"), [((300, 300), "bottom-right"), ((64, 128), "top-left")], ids=["later", "nothing"]
 )
 @pytest.mark.parametrize("kernel", [registry.get("bwd_wgmma")], ids=by_name)
+@pytest.mark.parametrize("D", [128, 192])
 def test_keys_without_visible_queries_skip_the_first_tile(
-    kernel: Kernel, rows: tuple[int, int], causal: Literal["bottom-right", "top-left"], device: Device
+    kernel: Kernel, rows: tuple[int, int], causal: Literal["bottom-right", "top-left"], D: int, device: Device
 ) -> None:
     """Keys 64 to 127 of a block are hidden from the 64 queries on its diagonal: their sums start a tile later, or are
     zero."""
-    problem = spec.Problem(1, 2, *rows, 128, dtype="float16", causal=causal)
+    problem = spec.Problem(1, 2, *rows, D, Dv=128, dtype="float16", causal=causal)
+    assert choose.choose_tile(kernel, problem, None)["BLOCK_N"] == 128
     assert check.verify(kernel, Case("passed over", problem), device).ok
 
 

@@ -281,14 +281,14 @@ def test_the_persistent_kernel_is_selected_for_short_rows_of_narrow_heads() -> N
             assert choose.choose_kernel(p, "backward", (9, 0)).name == name, p
 
 
-@pytest.mark.parametrize("D", [64, 96, 136])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (96, 96), (136, 136), (192, 128)])
 def test_the_deterministic_backward_in_serpentine_head_groups(
-    D: int, device: Device, monkeypatch: pytest.MonkeyPatch
+    D: int, Dv: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One head per group, in serpentine order: correct, and the number of concurrent work tiles changes no bit."""
     kernel, problem = (
         registry.get("bwd_wgmma_deterministic"),
-        Problem(1, 3, 150, 200, D, dtype="float16", causal="bottom-right"),
+        Problem(1, 3, 150, 200, D, Dv=Dv, dtype="float16", causal="bottom-right"),
     )
     if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
@@ -313,8 +313,10 @@ FEW_WORK_TILES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"ma
 
 
 @pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_WORK_TILES, ids=str)
+@pytest.mark.parametrize(("D", "Dv"), [(104, 104), (192, 96)])
+@pytest.mark.sampled(12)
 def test_the_first_block_stores_dq(
-    Sq: int, Sk: int, options: dict, device: Device, monkeypatch: pytest.MonkeyPatch
+    Sq: int, Sk: int, options: dict, D: int, Dv: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first block that adds to a dQ tile stores instead, so that no zeroing is needed: scratch is 1 before. Rows
     without keys have no such block; rows with NaN behind a mask are recomputed.
@@ -325,7 +327,7 @@ def test_the_first_block_stores_dq(
     filled = trial._filled
     ones = lambda shape, dtype: np.ones(shape, dtype) if dtype == "float32" else filled(shape, dtype)  # noqa: E731
     monkeypatch.setattr(trial, "_filled", ones)
-    problem = Problem(1, 1, Sq, Sk, 104, dtype="float16", **options)
+    problem = Problem(1, 1, Sq, Sk, D, Dv=Dv, dtype="float16", **options)
     result = check.verify(registry.get("bwd_wgmma"), Case("first", problem), device)
     assert result.ok is not False, result.message
 

@@ -109,13 +109,13 @@ def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
     assert result.ok, result
 
 
-@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (256, 256), (192, 128)])
 @pytest.mark.parametrize("names", ["softcap + left window", "alibi + mask", "score + dropout"])
-def test_options_of_wide_heads(names: str, D: int, device: Device) -> None:
+def test_options_of_wide_heads(names: str, D: int, Dv: int, device: Device) -> None:
     """In the Hopper backward, whose consumers divide a tile differently for each head dimension."""
     kernel = registry.kernels()["bwd_wgmma"]
     problem = with_options(
-        tuple(names.split(" + ")), Problem(1, 2, 140, 150, D, Hk=1, dtype="bfloat16", causal="bottom-right")
+        tuple(names.split(" + ")), Problem(1, 2, 140, 150, D, Hk=1, Dv=Dv, dtype="bfloat16", causal="bottom-right")
     )
     result = check.verify(kernel, Case(names, problem), device)
     assert result.ok, result
