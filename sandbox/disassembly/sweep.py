@@ -49,7 +49,7 @@ ALONE: dict[str, Callable[[Problem], dict[str, Any]]] = {
 PAIRS = (
     ("softcap", "left window"), ("sink", "left window"), ("alibi", "key_lengths"), ("bias", "mask"),
     ("dropout", "padding"), ("lengths", "left window"), ("lengths", "softcap"), ("lengths", "alibi"),
-    ("lengths", "dropout"),
+    ("lengths", "dropout"), ("mask", "Dv"), ("condition", "Dv"),
 )  # fmt: skip
 CASES: tuple[tuple[str, ...], ...] = ((), *((name,) for name in ALONE), *PAIRS)
 
