@@ -43,10 +43,11 @@ using Queries = Swizzled<BLOCK_M, 64 * (SLABS - Q_REGISTER_SLABS)>;
 using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "one m64n64 accumulator");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
+static_assert(STAGES / 2 == 2, "the left half's thread loads the rest and the right half of one key tile");
 static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 
-constexpr unsigned REST_STAGES = (STAGES + 1) / 2, REST_AT = STAGES * Half::BYTES;
+constexpr unsigned REST_STAGES = 2, REST_AT = STAGES * Half::BYTES;
 constexpr unsigned P_AT = REST_AT + REST_STAGES * Rest::BYTES, Q_AT = P_AT + 2 * Pairs::BYTES;
 constexpr unsigned ALPHA_AT = Q_AT + Queries::BYTES, SUMS_AT = ALPHA_AT + 2 * 4 * BLOCK_M;
 constexpr unsigned BARRIERS_AT = SUMS_AT + 8 * BLOCK_M;
@@ -133,12 +134,13 @@ struct KeyLoader {
     }
     // Fills all stages.
     __device__ __forceinline__ void load_first() const {
-        KeyAddress from[REST_STAGES];
+        constexpr unsigned TILES = (STAGES + 1) / 2;
+        KeyAddress from[TILES];
 #pragma unroll
-        for (unsigned j = 0; j < REST_STAGES; ++j) from[j] = address(j);  // reads the block table at once
+        for (unsigned j = 0; j < TILES; ++j) from[j] = address(j);  // reads the block table at once
 #pragma unroll
-        for (unsigned j = 0; j < REST_STAGES; ++j) {
-            load_rest(j, from[j]);
+        for (unsigned j = 0; j < TILES; ++j) {
+            if (j < REST_STAGES) load_rest(j, from[j]);
             load_half(2 * j, from[j]);
             if (2 * j + 1 < STAGES) load_half(2 * j + 1, from[j]);
         }
@@ -154,13 +156,18 @@ struct KeyLoader {
     }
 };
 
+template <bool FLAG>
+struct Flag {
+    static constexpr bool YES = FLAG;
+};
+
 // The warpgroup that computes S and P.
 struct ScoreWarpgroup {
     const BlockTile& tile;
     const SmemAddr base;
     const int warp, lane;  // warp: of the warpgroup's four
     unsigned Q_rmem[Q_REGISTER_SLABS * 4][4];
-    float S[BLOCK_N / 2];
+    using Scores = float[BLOCK_N / 2];
 
     __device__ __forceinline__ ScoreWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
@@ -195,9 +202,9 @@ struct ScoreWarpgroup {
         named_barrier_sync(SCORE_BARRIER, 128);  // all threads have loaded their part of Q
     }
 
-    // S += Q K^T over the slabs of `columns`, of which the first has the index `slab` in Q.
+    // S += Q K^T over COUNT slabs of columns, from slab SLAB of Q.
     template <int SLAB, int COUNT>
-    __device__ __forceinline__ void mma_slabs(Descriptor K_smem) {
+    __device__ __forceinline__ void mma_slabs(Scores& S, Descriptor K_smem) {
         const Descriptor Q_smem = Queries::k_major(base + Q_AT);
 #pragma unroll
         for (int step = 4 * SLAB; step < 4 * (SLAB + COUNT); ++step) {
@@ -209,30 +216,50 @@ struct ScoreWarpgroup {
         }
     }
 
-    // S = Q K^T of key tile j, each part when it has arrived.
-    __device__ __forceinline__ void mma_QK(unsigned j) {
+    // S = Q K^T of key tile j, except for the right half; then the right half. Each part when it has arrived; issue
+    // only.
+    __device__ __forceinline__ void mma_rest_and_left(Scores& S, unsigned j) {
         wgmma_fence();
         if constexpr (REST_SLABS > 0) {
             RestPipeline::wait(base, j);
-            mma_slabs<V_SLABS, REST_SLABS>(Rest::k_major(base + REST_AT + stage_of<REST_STAGES>(j) * Rest::BYTES));
+            mma_slabs<V_SLABS, REST_SLABS>(S, Rest::k_major(base + REST_AT + stage_of<REST_STAGES>(j) * Rest::BYTES));
         }
         HalfPipeline::wait(base, 2 * j);
-        mma_slabs<0, V_SLABS / 2>(Half::k_major(base + stage_of<STAGES>(2 * j) * Half::BYTES));
-        HalfPipeline::wait(base, 2 * j + 1);
+        mma_slabs<0, V_SLABS / 2>(S, Half::k_major(base + stage_of<STAGES>(2 * j) * Half::BYTES));
+        wgmma_commit();
+    }
+    template <int FIRST, int COUNT>
+    __device__ __forceinline__ void mma_right(Scores& S, unsigned j) {
         const SmemAddr right = base + stage_of<STAGES>(2 * j + 1) * Half::BYTES;
-        mma_slabs<V_SLABS / 2, V_SLABS / 2 - 1>(Half::k_major(right));
+        wgmma_fence();
+        mma_slabs<V_SLABS / 2 + FIRST, COUNT>(S, Half::k_major(right + FIRST * Half::SLAB_BYTES));
         wgmma_commit();
-        mma_slabs<V_SLABS - 1, 1>(Half::k_major(right + (V_SLABS / 2 - 1) * Half::SLAB_BYTES));
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
-        wgmma_wait<0>();
+    }
+
+    // S = Q K^T of key tile j is complete. With two buffers, the first part of the next tile is then in flight, so that
+    // the tensor cores have work during the softmax; otherwise the right half of O has.
+    template <bool LAST>
+    __device__ __forceinline__ void finish_QK(Scores& S, Scores& next, unsigned j) {
+        constexpr int SLABS_OF_HALF = V_SLABS / 2;
+        if constexpr (S_BUFFERS == 1) mma_rest_and_left(S, j);
+        HalfPipeline::wait(base, 2 * j + 1);
+        if constexpr (S_BUFFERS == 1) {
+            mma_right<0, SLABS_OF_HALF - 1>(S, j);
+            mma_right<SLABS_OF_HALF - 1, 1>(S, j);
+            wgmma_wait<1>();
+            if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
+            wgmma_wait<0>();
+        } else {
+            mma_right<0, SLABS_OF_HALF>(S, j);
+            if (!LAST) mma_rest_and_left(next, j + 1);
+            wgmma_wait<LAST ? 0 : 1>();
+        }
         warpgroup_fence_operand(S);
         if (REST_SLABS > 0 && lane == 0) RestPipeline::release(base, j);
     }
 
     // Masked scores become -INF. visible: keys that the thread's two rows see.
-    __device__ __forceinline__ void apply_mask(int n0, const Range (&visible)[2]) {
+    __device__ __forceinline__ void apply_mask(Scores& S, int n0, const Range (&visible)[2]) const {
         const bool at_begin = Head::FIRST && n0 < tile.fully_visible.begin;
         if (!at_begin && n0 + BLOCK_N <= tile.fully_visible.end) return;
         const int column = n0 + 2 * (lane % 4);
@@ -243,40 +270,61 @@ struct ScoreWarpgroup {
         }
     }
 
-    __device__ __forceinline__ void run(const View<const dtype>& Q, const KeyLoader& loader, char* smem) {
-        const bool loads = warp == 0 && lane == 0;
+    // Q K^T and softmax of key tile j: stores P, and the factors of O.
+    template <bool LAST>
+    __device__ __forceinline__ void key_tile(Scores& S, Scores& next_S, RowStats& stats, const Range (&visible)[2],
+                                             float exponent, unsigned j, float* factors) {
+        finish_QK<LAST>(S, next_S, j);
+        apply_mask(S, tile.first_key(j), visible);
+        float factor[2] = {1.0f, 1.0f};
+        unsigned P[BLOCK_N / 16][4];
+        stats.update<false>(P, S, exponent,
+                            [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
+        PPipeline::acquire(base, j);
+        const SmemAddr P_smem = base + P_AT + j % 2 * Pairs::BYTES;
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 16; ++step)
+            stmatrix_x4(P_smem + Pairs::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
+                        P[step][2], P[step][3]);
+        const int r = 16 * warp + lane / 4;
+        if (lane % 4 == 0) {
+            factors[j % 2 * BLOCK_M + r] = factor[0];
+            factors[j % 2 * BLOCK_M + r + 8] = factor[1];
+        }
+        fence_proxy_async();
+        __syncwarp();  // all lanes have stored P and the factors
+        if (lane == 0) mbarrier_arrive(PPipeline::full(base, j % 2));
+    }
+
+    __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
         load_Q(Q);
         RowStats stats;
+        Scores S[S_BUFFERS];
         const float exponent = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
         const int r = 16 * warp + lane / 4, i0 = (tile.row0 + r) / tile.group, i1 = (tile.row0 + r + 8) / tile.group;
         const Range visible[2] = {tile.head0.keys(i0, i0 + 1), tile.head0.keys(i1, i1 + 1)};
         float* const factors = reinterpret_cast<float*>(smem + ALPHA_AT);  // [2][BLOCK_M]
+        const auto key_tile_of = [&](auto& own, auto& next, int j, auto last) {
+            key_tile<last.YES>(own, next, stats, visible, exponent, uniform(j), factors);
+        };
+        if constexpr (S_BUFFERS == 1) {
 #pragma unroll 1
-        for (int j = 0; j < tile.tiles; ++j) {
-            const unsigned index = uniform(j);
-            KeyAddress next = {};
-            if (loads) next = loader.address(j + REST_STAGES);
-            mma_QK(index);
-            if (loads) loader.load_rest(index + REST_STAGES, next);
-            __syncwarp();  // wgmma and stmatrix need the whole warp
-            apply_mask(tile.first_key(j), visible);
-            float factor[2] = {1.0f, 1.0f};
-            unsigned P[BLOCK_N / 16][4];
-            stats.update<false>(P, S, exponent,
-                                [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
-            PPipeline::acquire(base, index);
-            const SmemAddr P_smem = base + P_AT + index % 2 * Pairs::BYTES;
-#pragma unroll
-            for (int step = 0; step < BLOCK_N / 16; ++step)
-                stmatrix_x4(P_smem + Pairs::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
-                            P[step][2], P[step][3]);
-            if (lane % 4 == 0) {
-                factors[index % 2 * BLOCK_M + r] = factor[0];
-                factors[index % 2 * BLOCK_M + r + 8] = factor[1];
+            for (int j = 0; j < tile.tiles; ++j) key_tile_of(S[0], S[0], j, Flag<true>());
+        } else if (tile.tiles > 0) {
+            mma_rest_and_left(S[0], 0);
+#pragma unroll 1
+            for (int j = 0;; j += 2) {
+                if (j + 1 == tile.tiles) {
+                    key_tile_of(S[0], S[S_BUFFERS - 1], j, Flag<true>());
+                    break;
+                }
+                key_tile_of(S[0], S[S_BUFFERS - 1], j, Flag<false>());
+                if (j + 2 == tile.tiles) {
+                    key_tile_of(S[S_BUFFERS - 1], S[0], j + 1, Flag<true>());
+                    break;
+                }
+                key_tile_of(S[S_BUFFERS - 1], S[0], j + 1, Flag<false>());
             }
-            fence_proxy_async();
-            __syncwarp();  // all lanes have stored P and the factors
-            if (lane == 0) mbarrier_arrive(PPipeline::full(base, index % 2));
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -309,7 +357,7 @@ struct OutputWarpgroup {
     const int warp, lane;  // warp: of the warpgroup's four
     float O[HALF_COLUMNS / 2];
     // Steps of P V, of 16 keys, and those that do not wait for the next Q K^T.
-    static constexpr int STEPS = BLOCK_N / 16, EARLY = HALF == 0 ? EARLY_STEPS : 0;
+    static constexpr int STEPS = BLOCK_N / 16, EARLY = S_BUFFERS > 1 ? STEPS : HALF == 0 ? EARLY_STEPS : 0;
 
     __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
@@ -349,7 +397,11 @@ struct OutputWarpgroup {
         for (int j = 0; j < tile.tiles; ++j) {
             const unsigned index = uniform(j), unit = 2 * index + HALF;
             KeyAddress next = {};
-            if (loads) next = loader.address((unit + STAGES) / 2);
+            if (loads) {
+                next = loader.address((unit + STAGES) / 2);
+                if (HALF == 0) loader.load_rest(index + REST_STAGES, next);  // when Q K^T of key tile j is complete
+            }
+            __syncwarp();  // wgmma needs the whole warp
             PPipeline::wait(base, index);
             const float alpha[2] = {factors[index % 2 * BLOCK_M + r], factors[index % 2 * BLOCK_M + r + 8]};
             if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) RowStats::scale_O(O, alpha);
@@ -491,7 +543,7 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {
         setmaxnreg_inc<S_REGISTERS>();
-        ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, loader, smem);
+        ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, smem);
         return;
     }
     setmaxnreg_dec<O_REGISTERS>();

@@ -15,7 +15,7 @@ def slabs(p: Problem) -> tuple[int, int]:
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Stages of half a V; stages of the rest of K; P twice, Q, factors, m and l; mbarriers."""
-    slab, rest_stages, (V, K) = 8192, (t.STAGES + 1) // 2, slabs(p)
+    slab, rest_stages, (V, K) = 8192, 2, slabs(p)
     tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
     return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
 
@@ -83,10 +83,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_M == 64, f"BLOCK_M={t.BLOCK_M} must be 64: packed rows are M of wgmma"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are N of wgmma, and registers limit them"),
         (
+            t.S_BUFFERS == 1 or not p.key_lengths or p.bounds == (None, None),
+            f"S_BUFFERS={t.S_BUFFERS} spills with key_lengths and a causal mask or a window: use 1",
+        ),
+        (
             t.Q_SLABS <= 6 or not {"window", "key_lengths"} <= p.options,
             f"Q_SLABS={t.Q_SLABS} spills with a window and key_lengths: use 6",
         ),
-        (t.STAGES >= 3, f"STAGES={t.STAGES} must be at least 3: two halves of V are read at the same time"),
+        (t.STAGES in (4, 5), f"STAGES={t.STAGES} must be 4 or 5: a key tile and a half, or two, are loaded ahead"),
         (
             p.page_size % t.BLOCK_N == 0,
             f"page_size={p.page_size} is not supported: BLOCK_N={t.BLOCK_N} keys must not cross pages",
@@ -110,8 +114,8 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, EARLY_STEPS=4, BLOCKS=132),
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=5, EARLY_STEPS=4, S_BUFFERS=2, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, S_BUFFERS=1, BLOCKS=132),
     ),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
