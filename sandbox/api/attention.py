@@ -37,7 +37,8 @@ def attention_forward(
 
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H; float32, float16, bfloat16, or float8
     (e4m3fn, e5m2; v may have the other of the two), which has no gradient; any strides with a unit stride in D. NumPy,
-    CuPy, PyTorch or other DLPack arrays, all of one library and on one device.
+    CuPy, PyTorch or other DLPack arrays, all of one library and on one device. Latent attention: if v is a view of the
+    first Dv columns of k, the data is read once, and D may be up to 576 on Hopper GPUs (forward only).
     causal: False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": j <= i.
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
