@@ -1,0 +1,182 @@
+// The warpgroups of fwd_latent_wgmma that own the left and the right half of O: P V, and the epilogue.
+#pragma once
+#include "latent_tiles.cuh"
+
+// Where the result of a block goes: to O and LSE, or with several splits to `parts`.
+struct Result {
+    const View<dtype>& O;
+    float* LSE;
+    const Partials& parts;
+    const Split& split;
+    int H;
+    // Number of a row in LSE.
+    __device__ __forceinline__ long long number(const BlockTile& tile, const PackedRow& row) const {
+        return tile.seqlen.lse_offset(H, row.h) + row.i;
+    }
+};
+
+// The left (half 0) or right warpgroup of O.
+template <int HALF>
+struct OutputWarpgroup {
+    const BlockTile& tile;
+    const SmemAddr base;
+    const int warp, lane;  // warp: of the warpgroup's four
+    float O[HALF_COLUMNS / 2];
+    // Steps of P V, of 16 keys, and those that do not wait for the next Q K^T.
+    static constexpr int STEPS = BLOCK_N / 16, EARLY = S_BUFFERS > 1 ? STEPS : HALF == 0 ? EARLY_STEPS : 0;
+
+    __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
+        : tile(tile), base(base), warp(warp), lane(lane) {}
+
+    // Zeros in the rows of keys that no row sees: P is 0 there, but 0 * NaN would be NaN. Rows beyond the tensor are
+    // zeros already.
+    __device__ __forceinline__ void clear_hidden(SmemAddr V_smem, char* V, int keys) {
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < (BLOCK_N - keys) * Half::SLABS * 8; i += 128) {
+            const int row = keys + i / (Half::SLABS * 8), chunk = i % (Half::SLABS * 8);
+            store_floats(V_smem + Half::chunk(row, chunk), 0.0f, 0.0f, 0.0f, 0.0f);
+        }
+        fence_proxy_async();
+        named_barrier_sync(HALF_BARRIER + HALF, 128);  // all rows are cleared before wgmma reads them
+    }
+
+    // O += P V of key tile j: 16 keys per step.
+    template <int BEGIN, int END>
+    __device__ __forceinline__ void mma_PV(unsigned j, SmemAddr V_at) {
+        const Descriptor P_smem = Pairs::k_major(base + P_AT + j % 2 * Pairs::BYTES), V_smem = Half::mn_major(V_at);
+        wgmma_fence();
+#pragma unroll
+        for (int step = BEGIN; step < END; ++step)
+            wgmma<Order::MN_MAJOR>(O, P_smem + Pairs::k_step(step), V_smem + Half::mn_step(step), true);
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void mainloop(const KeyLoader& loader, char* smem) {
+        const bool loads = warp == 0 && lane == 0;
+        const int r = 16 * warp + lane / 4;
+        const float* const factors = reinterpret_cast<const float*>(smem + ALPHA_AT);
+        if (HALF == 0 && loads) loader.load_first();  // while the warpgroup of S loads Q
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < HALF_COLUMNS / 2; ++i) O[i] = 0.0f;
+#pragma unroll 1
+        for (int j = 0; j < tile.tiles; ++j) {
+            const unsigned index = uniform(j), unit = 2 * index + HALF;
+            KeyAddress next = {};
+            if (loads) {
+                next = loader.address((unit + STAGES) / 2);
+                if (HALF == 0) loader.load_rest(index + REST_STAGES, next);  // when Q K^T of key tile j is complete
+            }
+            __syncwarp();  // wgmma needs the whole warp
+            PPipeline::wait(base, index);
+            const float alpha[2] = {factors[index % 2 * BLOCK_M + r], factors[index % 2 * BLOCK_M + r + 8]};
+            if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) RowStats::scale_O(O, alpha);
+            HalfPipeline::wait(base, unit);
+            const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
+            const int keys = tile.seqlen.Sk - tile.first_key(j);
+            if (KEY_LENGTHS && keys < BLOCK_N) clear_hidden(V_at, smem, keys);
+            if constexpr (EARLY > 0) mma_PV<0, EARLY>(index, V_at);
+            if constexpr (EARLY < STEPS) {
+                if (j + 1 < tile.tiles) mbarrier_wait(NearlyDone::at(base, (index + 1) % 2), (index + 1) / 2 % 2);
+                mma_PV<EARLY, STEPS>(index, V_at);
+            }
+            wgmma_wait<0>();
+            warpgroup_fence_operand(O);
+            __syncwarp();  // all lanes have read the factors
+            if (lane == 0) {
+                HalfPipeline::release(base, unit);
+                PPipeline::release(base, index);
+            }
+            if (loads) loader.load_half(unit + STAGES, next);
+            __syncwarp();  // wgmma needs the whole warp
+        }
+    }
+
+    // Stores m, l and this half of O, not divided by l, for the combine kernel.
+    __device__ __forceinline__ void store_partial(const Result& result, const float2* sums) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = 16 * warp + 8 * half + lane / 4;
+            if (!tile.has(r)) continue;
+            const long long number = result.number(tile, tile.row(r));
+            float* const to = result.parts.O(number, result.split.split) + HALF * HALF_COLUMNS + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < HALF_COLUMNS / 8; ++i)
+                if (HALF * HALF_COLUMNS + 8 * i < HEAD_DIM_V)
+                    *reinterpret_cast<float2*>(to + 8 * i) = make_float2(O[4 * i + 2 * half], O[4 * i + 2 * half + 1]);
+            if (HALF == 0 && lane % 4 == 0) *result.parts.sums(number, result.split.split) = sums[r];
+        }
+    }
+
+    // Stores this half of O, and the left half LSE. O goes through shared memory, where K was, to global memory: 16
+    // bytes per lane.
+    __device__ __forceinline__ void store_final(const Result& result, const float2* sums, const char* smem) const {
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = 16 * warp + 8 * half + lane / 4;
+            const PackedRow row = tile.row(tile.has(r) ? r : 0);
+            const FinalizedRow final_row = Head(tile.seqlen, row.h).finalize(sums[r].x, sums[r].y);
+            inverse[half] = final_row.inverse;
+            if (HALF == 0 && lane % 4 == 0 && tile.has(r)) result.LSE[result.number(tile, row)] = final_row.lse;
+        }
+        const unsigned O_AT = HALF * Half::BYTES;  // [64][HALF_COLUMNS], as large as 64 keys
+#pragma unroll
+        for (int step = 0; step < HALF_COLUMNS / 16; ++step) {
+            unsigned pairs[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                pairs[k] = pack(O[8 * step + 2 * k] * inverse[k % 2], O[8 * step + 2 * k + 1] * inverse[k % 2]);
+            stmatrix_x4(base + O_AT + Half::chunk(16 * warp + lane % 16, 2 * step + lane / 16), pairs[0], pairs[1],
+                        pairs[2], pairs[3]);
+        }
+        __syncwarp();  // the warp's 16 rows are in shared memory
+#pragma unroll 4
+        for (int r = 16 * warp; r < 16 * warp + 16; ++r) {
+            if (!tile.has(r)) continue;
+            const PackedRow row = tile.row(r);
+            dtype* const to = tile.seqlen.query(result.O, row.h, row.i) + HALF * HALF_COLUMNS;
+#pragma unroll
+            for (int chunk = lane; chunk < HALF_COLUMNS / 8; chunk += 32)
+                if (HALF * HALF_COLUMNS + 8 * chunk < HEAD_DIM_V)
+                    *reinterpret_cast<uint4*>(to + 8 * chunk) =
+                        *reinterpret_cast<const uint4*>(smem + O_AT + Half::chunk(r, chunk));
+        }
+    }
+
+    // The non-finite fallback: each of the eight warps computes every eighth row again. O_smem: a row of each warp.
+    __device__ __forceinline__ void store_non_finite(const Result& result, const View<const dtype>& Q,
+                                                     const View<const dtype>& K, const View<const dtype>& V,
+                                                     float* O_smem) const {
+        float* const O_row = O_smem + (4 * HALF + warp) * DV_PAD;
+#pragma unroll 1
+        for (int r = 4 * HALF + warp; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
+            const PackedRow row = tile.row(r);
+            const Head head(tile.seqlen, row.h);
+            const float2 stats =
+                partial_non_finite(Q, K, V, tile.seqlen, row, tile.kv_head, tile.first, tile.first + tile.tiles, O_row);
+            CombinedRow sum;
+            sum.m = stats.x, sum.l = stats.y;
+            __syncwarp();  // the row is complete
+#pragma unroll 1
+            for (int quad = lane; quad < HEAD_DIM_V / 4; quad += 32) {
+                sum.O = reinterpret_cast<const float4*>(O_row)[quad];
+                const long long number = result.number(tile, row);
+                if (result.split.splits > 1) result.parts.store(number, result.split.split, quad, sum);
+                else store_row(result.O, result.LSE, head, row.h, row.i, number, quad, sum);
+            }
+            __syncwarp();  // the row has been read before it is overwritten
+        }
+    }
+
+    __device__ __forceinline__ void run(const KeyLoader& loader, const View<const dtype>& Q, const View<const dtype>& K,
+                                        const View<const dtype>& V, const Result& result, char* smem) {
+        mainloop(loader, smem);
+        const float2* const sums = reinterpret_cast<const float2*>(smem + SUMS_AT);
+        // P V of both halves is complete, and m and l are stored.
+        if (named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HIDES && !all_finite<4>(O)))
+            store_non_finite(result, Q, K, V, reinterpret_cast<float*>(smem));
+        else if (result.split.splits > 1) store_partial(result, sums);
+        else store_final(result, sums, smem);
+    }
+};
