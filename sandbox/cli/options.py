@@ -151,10 +151,12 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str | None, scored: Scored) -> Problem:
-    """The problem of these kernels that --shape, --dtype, --causal and the score options describe."""
+    """The problem of these kernels that --shape, --dtype, --causal and the score options describe. If all take latent
+    attention only, it is latent."""
     custom = [kernel for kernel in kernels if kernel.custom]
     if not custom:
-        return problem_of(shape, dtype, causal, scored)
+        problem = problem_of(shape, dtype, causal, scored)
+        return kernels[0].adapted(problem) if kernels and all(kernel.latent for kernel in kernels) else problem
     names = {kernel.operation.name if kernel.custom else "attention" for kernel in kernels}
     if len(names) > 1:
         raise click.UsageError(f"--shape has another meaning for {' and '.join(sorted(names))}: name kernels of one")

@@ -49,6 +49,14 @@ def named_cases(small: bool) -> list[Case]:
     ]
 
 
+def latent_cases(small: bool) -> list[Case]:
+    """Decoding with latent attention, of contiguous keys, and of two tokens with keys in pages."""
+    B, H, Sk = (2, 16, 320) if small else (16, 128, 4096)
+    one = Problem(B, H, 1, Sk, 576, Hk=1, Dv=512, dtype="bfloat16", latent=True)
+    two = dataclasses.replace(one, Sq=2, causal="bottom-right", page_size=64)
+    return [Case("latent", one), Case("pages", two)]
+
+
 # H, Hk. If Hk is neither 1 nor H, h // group, h % Hk and h differ.
 _HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))

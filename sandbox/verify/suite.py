@@ -16,7 +16,7 @@ from ..core.tile import Tile
 from ..launch.array_view import boxes
 from ..launch.dlpack import Device, layout, view
 from . import attention, operations, references
-from .cases import Array, Case, inputs_of, named_cases, sweep_cases
+from .cases import Array, Case, inputs_of, latent_cases, named_cases, sweep_cases
 from .error_map import ErrorMap, locate
 from .references import Reference, ReferenceOutput
 from .scores import visible_pairs
@@ -85,7 +85,7 @@ class _Attention:
         return Problem.from_shape(shape, dtype=dtype, **semantics)
 
     def named_cases(self, kernel: Kernel, small: bool) -> list[Case]:
-        return named_cases(small)
+        return latent_cases(small) if kernel.latent else named_cases(small)
 
     def sweep_cases(self, kernel: Kernel) -> Iterator[Case]:
         return sweep_cases(kernel)

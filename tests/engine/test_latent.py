@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import sandbox
 from sandbox.core import registry
@@ -151,6 +153,17 @@ def test_tensor_map_of_pages() -> None:
     box = box_of("K", p, Pages(), 64)
     assert [*box.size] == [576, 64, 1, 11, 1]
     assert box.stride[2] == 64 * 576 * 2
+
+
+def test_run() -> None:
+    """Its problems, and --shape, are of latent attention."""
+    from sandbox.cli import cli
+
+    for more in ([], ["--shape", "1,20/1,3,70,576/512", "--causal"]):
+        result = CliRunner().invoke(cli, ["run", KERNEL.name, "--backend", "cpu", "--json", *more])
+        rows = json.loads(result.stdout)
+        assert result.exit_code == 0, result.output
+        assert [row["ok"] for row in rows] == [True] * (1 if more else 2)
 
 
 # ---- public functions
