@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox.core import registry
-from sandbox.core.errors import ToolchainMissing
+from sandbox.core.errors import CompileError, LaunchError, SpecError, ToolchainMissing, UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.core.source_line import SourceLine
 from sandbox.core.tile import Tile
@@ -39,6 +39,27 @@ def test_a_kernel_that_takes_no_problem_is_not_ok(monkeypatch: pytest.MonkeyPatc
     found = examined(unsupported, monkeypatch)
     assert (found.stage, found.ok, found.message) == ("refused", False, "fwd_minimal: it is not supported")
     assert {r.ok for r in found.results} == {None}
+
+
+@pytest.mark.parametrize(
+    ("error", "stage"),
+    [
+        (CompileError("why", source="k.cu", options=(), log=""), "compile"),
+        (SpecError("why"), "spec"),
+        (UnsupportedProblem("why"), "refused"),
+        (ToolchainMissing("why"), "refused"),
+        (LaunchError("why"), "run"),
+        (ZeroDivisionError("why"), "spec"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_stage_of_an_error(error: Exception, stage: str) -> None:
+    def work(job: Job, report_stage: examine.ReportStage) -> VersionResult:
+        raise error
+
+    found = examine._reported(work, Job("fwd_minimal", HOST), lambda stage, limit: None)
+    said = "ZeroDivisionError: why" if isinstance(error, ZeroDivisionError) else "why"
+    assert (found.stage, found.message) == (stage, said)
 
 
 @pytest.mark.parametrize(
