@@ -28,6 +28,7 @@ from sandbox.verify.cases import Case, inputs_of, sweep_cases
 from sandbox.verify.isolated import IsolatedRunner
 from sandbox.verify.references import reference_of
 from sandbox.verify.sampled import expect_sequences
+from sandbox.verify.suite import suite_of
 
 TRIED = (*((name,) for name in scores.OPTIONS), *scores.TOGETHER)
 P = Problem(2, 4, 130, 97, 8, Hk=2, dtype="float32", causal="bottom-right")
@@ -266,6 +267,15 @@ def test_a_mistake_of_the_kernel_is_not_the_scores(tmp_path) -> None:
         with pytest.raises(CompileError, match=f"refused {source}") as refused:
             pipeline.load(broken, choose_tile(kernel, p, None), dataclasses.replace(p, score=score), HOST)
         assert "INFF" in str(refused.value)
+
+
+def test_operations_of_hidden_pairs_do_not_count() -> None:
+    """With the inputs; without them, by convention, all pairs count."""
+    problem = Problem(1, 2, 8, 12, 16, mask=(1, 1, 8, 12))
+    mask = np.arange(8 * 12).reshape(1, 1, 8, 12) % 3 == 0
+    suite = suite_of(registry.get("fwd_minimal"))
+    assert suite.flops(problem) == 4 * 2 * 8 * 12 * 16
+    assert suite.flops(problem, {"mask": mask}) == 4 * 2 * 8 * 4 * 16
 
 
 X, I, J = np.linspace(-2, 2, 20).reshape(4, 5), np.arange(3, 7)[:, None], np.arange(5)[None]
