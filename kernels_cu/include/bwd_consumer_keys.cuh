@@ -97,13 +97,13 @@ struct KeyConsumer {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), NARROW_V ? (i + 1 + consumer) % 2 : i % 2 ^ 1);
         stage_dQ(own_dQ(base, consumer), dQ);
     }
-    // Arrives on the full barriers of dQ, if has_dQ, and of dS, if has_dS: the consumer has written both to shared
-    // memory since the last call. parity: index of the m_block of dS, modulo 2.
-    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity, bool has_dS = true) const {
+    // Arrives on the full barriers of dQ, if has_dQ, and of dS: the consumer has written both to shared memory since
+    // the last call. parity: index of the m_block of dS, modulo 2.
+    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity) const {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        if (lane == 0 && has_dS) mbarrier_arrive(Barriers::FulldS::at(base, parity));
+        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, parity));
     }
     // Waits until both consumers have written dS of m_block i, and have read dS of m_block i - 1.
     __device__ __forceinline__ void wait_dS(unsigned i) const {
@@ -128,7 +128,7 @@ struct KeyConsumer {
         return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;
     }
     // Instead of the first bwd_step. dS is 0: the other consumer needs it for dQ. The next bwd_step, or the epilogue,
-    // arrives for this dS; the next bwd_step releases Q.
+    // arrives for this dS (NARROW_V: first_step); the next bwd_step releases Q.
     __device__ __forceinline__ void skip_step() {
         mbarrier_wait(FullV::at(base, 0), 0);
         QPipeline::wait(base, 0);
@@ -144,7 +144,7 @@ struct KeyConsumer {
     // not finite.
     __device__ __forceinline__ bool epilogue() {
         TIMELINE(store);
-        commit_dQ_dS(i > 1, (i - 1) % 2);
+        if constexpr (!NARROW_V) commit_dQ_dS(i > 1, (i - 1) % 2);
         warpgroup_fence_operand(dV);  // the last iteration has waited for it
         zero_unless_accumulated(dV);
         float dQ[DQ_COLS / 2];

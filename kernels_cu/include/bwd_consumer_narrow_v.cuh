@@ -35,7 +35,6 @@ struct ConsumerWarpgroup : KeyConsumer {
         TIMELINE(S);
         float S[BLOCK_M / 2];
         mma_keys<HEAD_DIM>(S, K_AT, Q_at);
-        commit_dQ_dS(i > 1, i % 2 ^ 1, has_previous);
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
         const Head bound(block.params.score, block.b, block.first_head() + head);
@@ -85,6 +84,7 @@ struct ConsumerWarpgroup : KeyConsumer {
             warpgroup_fence_operand(dQ);
             stage_own_dQ(dQ, i - 1);
         }
+        commit_dQ_dS(has_previous, i % 2);
         block.m_blocks.advance(head, m0);
         ++i;
     }
@@ -92,11 +92,14 @@ struct ConsumerWarpgroup : KeyConsumer {
     // Before the mainloop. Consumer 1 may skip the first m_block.
     __device__ __forceinline__ void first_step() {
         zero(dK), zero(dV);
+        warpgroup_fence_operand(dK);  // zero before the loop: otherwise ptxas serialises the wgmmas
+        warpgroup_fence_operand(dV);
         mbarrier_wait(FullK::at(base, 0), 0);
         mbarrier_wait(FullV::at(base, 0), 0);
         if (consumer == 1) named_barrier_arrive(other_turn, BOTH_CONSUMERS);  // consumer 0 starts
         if (!first_tile_hidden()) return;
         skip_step();
+        commit_dQ_dS(false, 0);
         named_barrier_sync(own_turn, BOTH_CONSUMERS);  // consumer 0 stays first
         named_barrier_arrive(other_turn, BOTH_CONSUMERS);
     }
