@@ -58,6 +58,7 @@ def right(problem: Problem, device: Device, inputs: str = "normal", tile: Tile |
         ("normal", {**CAUSAL, "Sk": 3}),  # the first rows see no key
     ],
 )
+@pytest.mark.sampled(2)
 def test_results(inputs: str, fields: dict[str, Any], device: Device) -> None:
     right(dataclasses.replace(ABSORBED, **fields), device, inputs)
 
