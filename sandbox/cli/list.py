@@ -94,6 +94,9 @@ def _arch(name: str | None) -> Arch | None:
     return None if name == "cpu" else architectures.parse(name)
 
 
+_SIZES_WIDTH = 12  # wider lists of an operation's sizes would fold the last column
+
+
 def _ladder_table(kernels: Iterable[Kernel]) -> Table:
     """The table of `list`."""
     shown = table("kernel", "rung", "dtypes", "D", "arch", "idea")
@@ -103,6 +106,7 @@ def _ladder_table(kernels: Iterable[Kernel]) -> Table:
         idea = k.summary or (k.operation.name if k.operation.name != k.name else "")
         if isinstance(k.computes, Operation):
             sizes = ",".join(k.computes.dims)
+            sizes = sizes if len(sizes) <= _SIZES_WIDTH else f"{len(k.computes.dims)} sizes"
         shown.add_row(k.name, rung, " ".join(k.dtypes), sizes, arch, idea)
     return shown
 
