@@ -5,6 +5,7 @@ from dataclasses import replace
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SMEM = 232448  # most shared memory of a block, in bytes
+WIDEST_V = {192: 192, 256: 128}  # by BLOCK_M: the largest Dv whose P V ptxas compiles, at 128 and 96 registers
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -52,6 +53,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M} must be 64, 128, 192 or 256: 64 rows for each consumer warpgroup",
         ),
         (t.BLOCK_N % 16 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16 up to 256"),
+        (
+            p.Dv <= WIDEST_V.get(t.BLOCK_M, 256),
+            f"BLOCK_M={t.BLOCK_M} leaves too few registers for O at Dv={p.Dv}: use BLOCK_M=128",
+        ),
         (
             not p.block_map[3] or 512 % t.BLOCK_N == 0,
             f"BLOCK_N={t.BLOCK_N} must divide 512 with a block map: one of its words covers 512 keys",

@@ -353,6 +353,7 @@ def test_the_forward_allocates_out_and_lse_alone_on_a_gpu(name: str, monkeypatch
     float8 = "float16" not in kernel.dtypes
     dtype, options = (torch.float8_e4m3fn, {"descale": (1.0, 0.5, 2.0)}) if float8 else (torch.float16, {})
     q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda").to(dtype) for _ in range(3))
+    v = k if kernel.latent else v
     sandbox.attention_forward(q, k, v, kernel=kernel, **options)
     torch.cuda.synchronize()
     called, call = [], driver._call
@@ -361,7 +362,7 @@ def test_the_forward_allocates_out_and_lse_alone_on_a_gpu(name: str, monkeypatch
     torch.cuda.reset_peak_memory_stats()
     out, lse = sandbox.attention_forward(q, k, v, kernel=kernel, **options)
     torch.cuda.synchronize()
-    problem = Problem(2, 4, 1024, 1024, 64, dtype="float8_e4m3" if float8 else "float16", **options)
+    problem = kernel.adapted(Problem(2, 4, 1024, 1024, 64, dtype="float8_e4m3" if float8 else "float16", **options))
     scratch = scratch_of(kernel, problem, pipeline.tile_on(("cuda", 0), kernel, problem, tuned=True))
     assert {*scratch} <= {"partials"}
     left = 4 * sum(math.prod(shape) for shape in scratch.values())
