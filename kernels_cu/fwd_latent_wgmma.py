@@ -63,6 +63,13 @@ def needs_combine(p: Problem, t: Tile) -> bool:
     return splits(p, t) > 1 and p.Sk > t.BLOCK_N
 
 
+def rank(p: Problem, t: Tile) -> int:
+    """Two buffers of S first if the tensor cores are the limit: more rows than a tile, keys that are not split
+    (experiment 024)."""
+    compute_bound = p.Sq * p.group > t.BLOCK_M and splits(p, t) <= 1
+    return (t.S_BUFFERS == 2) != compute_bound
+
+
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
     return (blocks(p, t) * p.H * p.Sq * (p.Dv + 2) if needs_combine(p, t) else 0), 0
@@ -122,6 +129,7 @@ kernel = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
+    rank=rank,
     preference=-1,  # for D <= 256 only by name: other kernels support it, too
     scratch={"partials": partials},
     numbers={"splits": splits, "row_tiles": row_tiles},

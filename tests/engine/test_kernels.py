@@ -447,6 +447,8 @@ def test_program_name_is_the_source(tmp_path) -> None:
 def test_each_entry_is_compiled_by_its_name() -> None:
     """One cubin has all entries."""
     for kernel in KERNELS:
+        if kernel.custom:  # has no D
+            continue
         dtype = kernel.dtypes[0]
         compiled = [pipeline.compile(entry.name, D=64, dtype=dtype, arch="sm_90a") for entry in kernel.entries]
         assert [c.entry for c in compiled] == [entry.name for entry in kernel.entries]

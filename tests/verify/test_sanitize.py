@@ -47,7 +47,7 @@ FAULTS = {
     "beyond shared memory": (
         "fwd_minimal", "Q_smem + HEAD_DIM * BLOCK_M;", "Q_smem + 1 + HEAD_DIM * BLOCK_M;", "address",
         "shared memory, write of 4 bytes, 0 bytes past the end of its 6144 bytes in block (0,0,0) thread (31,0,0)",
-        "HEAD_DIM_V>(V_smem, V",
+        "HEAD_DIM_V>(V_smem, head.key_view(V)",
     ),
     "array of a thread": (
         "fwd_minimal", "float m = -INF, l = 0.0f;",
@@ -78,7 +78,7 @@ FAULTS = {
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // all threads' loads of tile j", "// all threads' loads of tile j", "thread",
-        "against previous write of 8 bytes at fwd_mma.cu", "cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_head",
+        "against previous write of 8 bytes at fwd_mma.cu", "cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_rows",
     ),
     "uninitialised, by ldmatrix": (
         "fwd_mma", "            tiles.load_next(j);\n", "", "uninitialised",

@@ -25,7 +25,7 @@ def test_texts_are_the_source_the_spec_and_the_headers() -> None:
     texts = read_texts(KERNEL)
     headers = (
         *("block_map", "clocks", "dropout", "dual", "element", "mask", "ptx", "reduce", "score_mod", "seqlen"),
-        *("tensor", "timeline"),
+        *("tensor", "timeline", "view"),
     )
     assert texts
     assert set(texts) == {
