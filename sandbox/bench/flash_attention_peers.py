@@ -60,7 +60,8 @@ def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature
     }
     used = p.options - {"ragged"}
     missing = [name for name in sorted(used) if name not in arguments or arguments[name][0] not in known]
-    if missing := [*missing, *["Dv"] * (p.Dv != p.D)]:
+    takes_Dv = p.Dv == p.D or (name != "fa2" and (p.D, p.Dv) == (192, 128))  # DeepSeek's head dimensions
+    if missing := [*missing, *["Dv"] * (not takes_Dv)]:
         raise UnsupportedProblem(f"{name}: {', '.join(missing)} not supported by this package")
     return dict(arguments[name] for name in used)
 
