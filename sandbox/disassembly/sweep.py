@@ -157,8 +157,6 @@ class _Run:
 
     def _spilled(self, problem: Problem, tile: Tile) -> int:
         options = spills.options_of(problem)
-        if options - spills.ALWAYS and self.known.get((tile, options | {"CAUSAL=1"})) == 0:
-            return 0
         if (tile, options) not in self.known:
             try:
                 self.known[tile, options] = spilled(self.kernel, problem, tile, self.job.arch)
