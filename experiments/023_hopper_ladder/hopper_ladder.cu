@@ -176,8 +176,9 @@ struct ConsumerWarpgroup {
         if constexpr (DEFERRED == ON || FIRST) {
             softmax.update<FIRST>(P, S, exponent);
         } else {
-            float sum[2];
-            softmax.rescale(S, exponent);
+            float sum[2], alpha[2];
+            softmax.raise_max(S, exponent, alpha);
+            softmax.scale_O(softmax.O, alpha);
             softmax.exponentiate(P, S, exponent, sum);
             softmax.l[0] += sum[0], softmax.l[1] += sum[1];
         }

@@ -70,7 +70,7 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
     for (int j = 0; j < tiles; ++j) {
         float S[BLOCK_N / 2];
         unsigned P[BLOCK_N / 16][4];
-        float sum[2];
+        float sum[2], alpha[2];
 
         TIMELINE(wait_K);
         KPipeline::wait(base, j);
@@ -87,7 +87,8 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
         if (lane == 0) KPipeline::release(base, j);
 
         apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, visible_keys, fully_visible, true, {});
-        softmax.rescale(S, exponent);  // m, and O and l for the new m
+        softmax.raise_max(S, exponent, alpha);  // m and l
+        softmax.scale_O(softmax.O, alpha);
         softmax.exponentiate(P, S, exponent, sum);
         softmax.l[0] += sum[0];
         softmax.l[1] += sum[1];
