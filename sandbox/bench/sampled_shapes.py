@@ -17,8 +17,8 @@ from .ragged import of_lengths
 
 DEFAULT_COUNT = 20
 _D = (64, 96, 128, 256)
-_MOST_ELEMENTS = 2**26  # of Q, for more than one sequence: 256 MiB in fp32, in which inputs are drawn
-_MOST_KEYS = 2**29  # elements of K, likewise
+_MOST_ELEMENTS = 2**26  # maximum number of elements of Q, for more than one sequence. Inputs are drawn in fp32: 256 MiB
+_MOST_KEYS = 2**29  # maximum number of elements of K: 2 GiB in fp32
 _CAUSAL = 0.75  # share of causal problems
 
 
