@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gzip
-import json
 import math
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from sandbox.core import jsonl, picture, registry
 from sandbox.core.errors import SandboxError, UnsupportedProblem
 from sandbox.engine import pipeline
 from sandbox.launch.dlpack import Device
-from sandbox.spec import Problem, Tile
-from sandbox.timeline import plot, record, report
+from sandbox.spec import Problem
+from sandbox.timeline import plot, record, recording, report
 from sandbox.verify.check import pick_device
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +33,7 @@ def problems(small: bool) -> list[Problem]:
 
 
 def measure(name: str, problem: Problem, device: Device, prefix: Path) -> None:
-    """Appends a row to results.jsonl; writes the tracks of a block to PREFIX.lanes.json.gz."""
+    """Appends a row to results.jsonl; stores the tracks of a block in PREFIX.json.gz."""
     kernel = registry.get(name)
     try:
         tile = pipeline.tile_on(device, kernel, problem)
@@ -48,25 +46,10 @@ def measure(name: str, problem: Problem, device: Device, prefix: Path) -> None:
     row["shares"] = [dataclasses.asdict(share) for share in row["shares"]]
     jsonl.append(prefix.parent / "results.jsonl", {**environment.describe(), **row})
     last = found.tracks[-1].block
-    tracks = [
-        {**vars(track), "steps": [dataclasses.astuple(step) for step in track.steps]}
-        for track in found.tracks
-        if track.block == last
-    ]
-    stored = {**vars(found), "problem": None, "tile": str(tile), "tracks": tracks}
-    prefix.with_suffix(".lanes.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode(), mtime=0))
+    tracks = tuple(track for track in found.tracks if track.block == last)
+    recording.save(dataclasses.replace(found, tracks=tracks), prefix.with_suffix(".json.gz"))
     slowdown = "-" if found.slowdown is None else f"{found.slowdown:+.1%}"
     print(f"{name:10} {problem!s:36} {slowdown:>7}  same bits: {found.same}", flush=True)
-
-
-def read(problem: Problem, prefix: Path) -> record.Timeline:
-    """The tracks that `measure` wrote."""
-    found = json.loads(gzip.decompress(prefix.with_suffix(".lanes.json.gz").read_bytes()))
-    stored = found.pop("tracks", None) or found.pop("lanes")  # files of earlier versions call them lanes
-    tracks = tuple(
-        record.Track(**{**track, "steps": tuple(record.Step(*step) for step in track["steps"])}) for track in stored
-    )
-    return record.Timeline(**{**found, "problem": problem, "tile": Tile.parse(found["tile"]), "tracks": tracks})
 
 
 def draw(found: record.Timeline, prefix: Path) -> None:
@@ -88,9 +71,9 @@ def main() -> None:
         for problem in problems(small)
     ]
     if options.draw:
-        for _, problem, prefix in entries:
-            if prefix.with_suffix(".lanes.json.gz").is_file():
-                draw(read(problem, prefix), prefix)
+        for _, _, prefix in entries:
+            if (stored := prefix.with_suffix(".json.gz")).is_file():
+                draw(recording.load(stored), prefix)
         return
     try:
         device = pick_device(options.backend)

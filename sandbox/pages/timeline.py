@@ -25,10 +25,9 @@ def _data(timeline: Timeline, names: list[str]) -> dict[str, Any]:
     """Data for the script: per warp, its steps as [index of the name, begin, ticks, …]."""
     numbers = {name: n for n, name in enumerate(names)}
     tracks = [
-        {"block": track.block, "warp": track.warp, "sm": track.sm,
-         "steps": [n for s in track.steps for n in (numbers[s.name], s.begin, s.ticks)]}
+        {"block": track.block, "warp": track.warp, "sm": track.sm, "steps": track.packed(numbers)}
         for track in timeline.tracks
-    ]  # fmt: skip
+    ]
     waits = [
         name for name in names if any(s.name == name and s.waits for track in timeline.tracks for s in track.steps)
     ]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,10 @@ class Track:
     role: str
     steps: tuple[Step, ...]
     lost: int
+
+    def packed(self, numbers: Mapping[str, int]) -> list[int]:
+        """The steps as [number of the name, begin, ticks, …], given the number of each name."""
+        return [n for s in self.steps for n in (numbers[s.name], s.begin, s.ticks)]
 
 
 @dataclass(frozen=True)

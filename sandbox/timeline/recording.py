@@ -22,10 +22,9 @@ def save(timeline: Timeline, path: Path) -> None:
     names = list(dict.fromkeys(step.name for track in timeline.tracks for step in track.steps))
     numbers = {name: n for n, name in enumerate(names)}
     tracks = [
-        {"block": t.block, "warp": t.warp, "sm": t.sm, "role": t.role, "lost": t.lost,
-         "steps": [n for s in t.steps for n in (numbers[s.name], s.begin, s.ticks)]}
+        {"block": t.block, "warp": t.warp, "sm": t.sm, "role": t.role, "lost": t.lost, "steps": t.packed(numbers)}
         for t in timeline.tracks
-    ]  # fmt: skip
+    ]
     data = {"format": _FORMAT, **{name: getattr(timeline, name) for name in _SCALARS},
             "problem": timeline.problem.as_json(), "tile": dict(timeline.tile), "names": names,
             "tracks": tracks}  # fmt: skip
