@@ -8,9 +8,7 @@
 // clang-format on
 //
 // A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b
-// + 1] - 1. The host does not know these offsets, so the grid has as many tiles as any offsets need: the tiles of
-// sequence b begin at number cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it
-// does not need are invalid tiles. A block finds the sequence of its tile by binary search.
+// + 1] - 1 (cu_seqlens.cuh).
 //
 // A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch
 // entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only entries of block_table below key_lengths are
@@ -20,78 +18,11 @@
 // Part of score_mod.cuh, included after struct Score.
 #pragma once
 
-// A tile of rows: its batch entry and its first row there.
-struct RowTile {
-    int b, row0;
-    __device__ __forceinline__ bool invalid() const { return b < 0; }
-};
+#include "cu_seqlens.cuh"
 
 #define RAGGED_KEYS (RAGGED && !PAGE_SIZE)  // keys are packed as queries are
 
 #if RAGGED
-// cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed
-// + head.
-struct Offsets {
-    const int* cu_seqlens;  // (count + 1,)
-    long long stride;
-    int count, rows, max_length;  // sequences, total rows, max_seqlen
-
-    // The first row of sequence b; for b = count the end of the last sequence.
-    __device__ __forceinline__ int begin(int b) const { return min(max(cu_seqlens[b * stride], 0), rows); }
-    __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), max_length); }
-
-    template <int ROWS>
-    __device__ __forceinline__ int first_tile(int b, int packed = 1) const {
-        return begin(b) * packed / ROWS + b;
-    }
-    template <int ROWS>
-    __device__ __forceinline__ int tiles() const {
-        return rows / ROWS + count;
-    }  // in the grid
-
-    template <int ROWS>
-    __device__ __forceinline__ RowTile tile(int number, int packed = 1) const {
-        if (CHECKED) check();
-        int b = 0, end = count;
-        while (end - b > 1) {
-            const int middle = (b + end) / 2;
-            if (first_tile<ROWS>(middle, packed) <= number) b = middle;
-            else end = middle;
-        }
-        return tile_of<ROWS>(b, number, packed);
-    }
-    // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every
-    // step.
-    template <int ROWS>
-    __device__ __forceinline__ RowTile tile_by_warp(int number) const {
-        if (CHECKED) check();
-        int b = 0;
-        for (int b0 = 0; b0 < count; b0 += 32) {
-            const int candidate = b0 + threadIdx.x % 32;
-            const unsigned before =
-                __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= number);
-            if (before) b = b0 + 31 - __clz(before);
-            if (before != 0xffffffffu) break;
-        }
-        return tile_of<ROWS>(b, number);
-    }
-    template <int ROWS>
-    __device__ __forceinline__ RowTile tile_of(int b, int number, int packed = 1) const {
-        const int tile = number - first_tile<ROWS>(b, packed), row0 = tile * ROWS;
-        return tile >= 0 && row0 < length(b) * packed ? RowTile{b, row0} : RowTile{-1, 0};
-    }
-
-    __device__ __forceinline__ void check() const {
-        require(cu_seqlens[0] == 0, "cu_seqlens does not begin with 0");
-        for (int b = 0; b < count; ++b)
-            require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens decreases");
-        require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the last row of the tensor");
-        for (int b = 0; b < count; ++b)  // the kernel would ignore the rows and keys beyond max_seqlen
-            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= max_length,
-                    "a sequence is longer than max_seqlen");
-    }
-};
-
 __device__ __forceinline__ Offsets query_offsets(const Score& score) {
     return {score.cu_seqlens_q, score.cu_seqlens_q_stride_b, score.sequences, score.rows_q, score.Sq};
 }
@@ -364,41 +295,5 @@ struct SeqlenInfo {
 };
 
 #if PAGE_SIZE
-// View of tensor.cuh for keys in pages: row s is key s, and a row beyond the last key has the address of the last one.
-// At least one key is required.
-template <class T>
-struct PagedView {
-    const View<T>& tensor;
-    const SeqlenInfo& seqlen;
-
-    struct Step {
-        const PagedView& view;
-        int h, s, rows;
-    };
-    __device__ __forceinline__ T* row(int, int h, int s) const { return seqlen.key(tensor, h, min(s, seqlen.Sk - 1)); }
-    __device__ __forceinline__ Step step(int, int h, int s, int rows) const { return {*this, h, s, rows}; }
-    static __device__ __forceinline__ void advance(T*& at, Step& step) {
-        const long long column = at - step.view.row(0, step.h, step.s);
-        at = step.view.row(0, step.h, step.s += step.rows) + column;
-    }
-    __device__ __forceinline__ bool aligned(int, int, unsigned bytes) const {
-        const long long strides = tensor.stride_b | tensor.stride_h | tensor.stride_s;
-        return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % bytes == 0;
-    }
-};
-
-// Rows of tensor.cuh for keys in pages.
-template <class T>
-struct PagedRows {
-    const View<T>& tensor;
-    const SeqlenInfo& seqlen;
-    int h;
-
-    template <int ROWS>
-    static constexpr bool adjacent() {
-        return PAGE_SIZE % ROWS == 0;
-    }
-    __device__ __forceinline__ T* first_row(int n0) const { return (*this)(n0)-n0 * tensor.stride_s; }
-    __device__ __forceinline__ T* operator()(int j) const { return PagedView<T>{tensor, seqlen}.row(0, h, j); }
-};
+#include "paged_keys.cuh"
 #endif

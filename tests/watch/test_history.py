@@ -24,8 +24,20 @@ def versions(tmp_path: Path) -> History:
 def test_texts_are_the_source_the_spec_and_the_headers() -> None:
     texts = read_texts(KERNEL)
     headers = (
-        *("block_map", "clocks", "dropout", "dual", "element", "mask", "ptx", "reduce", "score_mod", "seqlen"),
-        *("tensor", "timeline", "view"),
+        *(
+            "block_map",
+            "clocks",
+            "cu_seqlens",
+            "dropout",
+            "dual",
+            "element",
+            "mask",
+            "ptx",
+            "reduce",
+            "score_mod",
+            "seqlen",
+        ),
+        *("paged_keys", "tensor", "timeline", "view"),
     )
     assert texts
     assert set(texts) == {

@@ -1,0 +1,77 @@
+// Tiles of rows, and the offsets of a ragged batch, from which a block finds the rows of its tile.
+//
+// The host does not know the offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin
+// at number cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it does not need are
+// invalid tiles. A block finds the sequence of its tile by binary search.
+#pragma once
+
+// A tile of rows: its batch entry and its first row there.
+struct RowTile {
+    int b, row0;
+    __device__ __forceinline__ bool invalid() const { return b < 0; }
+};
+
+#if RAGGED
+// cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed
+// + head.
+struct Offsets {
+    const int* cu_seqlens;  // (count + 1,)
+    long long stride;
+    int count, rows, max_length;  // sequences, total rows, max_seqlen
+
+    // The first row of sequence b; for b = count the end of the last sequence.
+    __device__ __forceinline__ int begin(int b) const { return min(max(cu_seqlens[b * stride], 0), rows); }
+    __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), max_length); }
+
+    template <int ROWS>
+    __device__ __forceinline__ int first_tile(int b, int packed = 1) const {
+        return begin(b) * packed / ROWS + b;
+    }
+    template <int ROWS>
+    __device__ __forceinline__ int tiles() const {
+        return rows / ROWS + count;
+    }  // in the grid
+
+    template <int ROWS>
+    __device__ __forceinline__ RowTile tile(int number, int packed = 1) const {
+        if (CHECKED) check();
+        int b = 0, end = count;
+        while (end - b > 1) {
+            const int middle = (b + end) / 2;
+            if (first_tile<ROWS>(middle, packed) <= number) b = middle;
+            else end = middle;
+        }
+        return tile_of<ROWS>(b, number, packed);
+    }
+    // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every
+    // step.
+    template <int ROWS>
+    __device__ __forceinline__ RowTile tile_by_warp(int number) const {
+        if (CHECKED) check();
+        int b = 0;
+        for (int b0 = 0; b0 < count; b0 += 32) {
+            const int candidate = b0 + threadIdx.x % 32;
+            const unsigned before =
+                __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= number);
+            if (before) b = b0 + 31 - __clz(before);
+            if (before != 0xffffffffu) break;
+        }
+        return tile_of<ROWS>(b, number);
+    }
+    template <int ROWS>
+    __device__ __forceinline__ RowTile tile_of(int b, int number, int packed = 1) const {
+        const int tile = number - first_tile<ROWS>(b, packed), row0 = tile * ROWS;
+        return tile >= 0 && row0 < length(b) * packed ? RowTile{b, row0} : RowTile{-1, 0};
+    }
+
+    __device__ __forceinline__ void check() const {
+        require(cu_seqlens[0] == 0, "cu_seqlens does not begin with 0");
+        for (int b = 0; b < count; ++b)
+            require(cu_seqlens[b * stride] <= cu_seqlens[(b + 1) * stride], "cu_seqlens decreases");
+        require(cu_seqlens[count * stride] <= rows, "cu_seqlens ends beyond the last row of the tensor");
+        for (int b = 0; b < count; ++b)  // the kernel would ignore the rows and keys beyond max_seqlen
+            require(cu_seqlens[(b + 1) * stride] - cu_seqlens[b * stride] <= max_length,
+                    "a sequence is longer than max_seqlen");
+    }
+};
+#endif
