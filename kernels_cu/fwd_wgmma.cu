@@ -23,88 +23,22 @@
 //
 // A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes and stores
 // them. In a ragged batch, rows of a TMA box beyond the end of the sequence are out of bounds, so no row of the next
-// sequence is read or written. Names that end in _AT are offsets in shared memory, in bytes.
+// sequence is read or written.
 //
-// Building blocks: pipeline.cuh (stages), tile_scheduler.cuh (order of work tiles), n_block_range.cuh (order of key
-// tiles), ping_pong.cuh, score_mod.cuh (scores), mask.cuh (which keys a row sees), mask_wgmma.cuh (applies the mask to
-// S), softmax.cuh (deferred rescaling), bias_tiles.cuh, block_sparse.cuh, epilogue.cuh. Measurements:
-// experiments/008_hopper, 014_scores, 016_ragged.
+// Building blocks: fwd_tiles.cuh (arguments, layouts, shared memory), pipeline.cuh (stages), tile_scheduler.cuh (order
+// of work tiles), n_block_range.cuh (order of key tiles), ping_pong.cuh, score_mod.cuh (scores), mask.cuh (which keys a
+// row sees), mask_wgmma.cuh (applies the mask to S), softmax.cuh (deferred rescaling), bias_tiles.cuh,
+// block_sparse.cuh, epilogue.cuh. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
-#include "bias_tiles.cuh"
-#include "block_sparse.cuh"
-#include "epilogue.cuh"
+#include "fwd_tiles.cuh"
 #include "mask_wgmma.cuh"
-#include "n_block_range.cuh"
 #include "non_finite.cuh"
 #include "ping_pong.cuh"
-#include "pipeline.cuh"
-#include "score_mod.cuh"
 #include "softmax.cuh"
-#include "swizzle.cuh"
-#include "tile_scheduler.cuh"
 
-constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-// The scheduler warp needs more registers to read a block map; three or four consumers leave none for it.
-constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;
-constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
-static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");
-static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "BLOCK_N is a multiple of 16 (wgmma steps), at most 256");
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0,
-              "head dimensions are multiples of 8: TMA needs rows of a multiple of 16 bytes");
-
-// ---- shared memory: the tiles, then the mbarriers
-
-using Queries = Swizzled<64, D_PAD>;
-using Keys = Swizzled<BLOCK_N, D_PAD>;
-using Values = Swizzled<BLOCK_N, DV_PAD>;
-using Outputs = Swizzled<64, DV_PAD>;
-
-constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
-using Bias = BiasTiles<V_AT + STAGES * Values::BYTES>;
-using OBuffer = OutputBuffer<Outputs, Queries, CONSUMERS, Bias::END>;
-constexpr bool SEPARATE_O = OBuffer::SEPARATE;
-constexpr unsigned BARRIERS_AT = OBuffer::END;
-static_assert(SMEM_BYTES == BARRIERS_AT + BARRIER_BYTES, "spec and kernel disagree on shared memory");
-
-using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;
-using VPipeline = TilePipeline<Values, V_AT, KPipeline::END>;
-using FullQ = BarrierArray<VPipeline::END, CONSUMERS>;
-using EmptyQ = BarrierArray<FullQ::END, CONSUMERS>;
-using Scheduler = SchedulerPipeline<EmptyQ::END>;
-using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a block map
-constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
-static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
-
-__device__ __forceinline__ void init_barriers(SmemAddr base) {
-    for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(KPipeline::full(base, stage), 1);
-        mbarrier_init(VPipeline::full(base, stage), 1);
-        mbarrier_init(KPipeline::empty(base, stage), 4 * CONSUMERS);  // one lane of each consumer warp
-        mbarrier_init(VPipeline::empty(base, stage), 4 * CONSUMERS);
-    }
-    for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
-        mbarrier_init(FullQ::at(base, consumer), 1);
-        mbarrier_init(EmptyQ::at(base, consumer), 4);  // one lane of each warp
-    }
-    Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
-    if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
-    fence_proxy_async();
-}
-
-struct Arguments {  // of the kernel
-    const View<const dtype>&Q, &K, &V;
-    const View<dtype>& O;
-    float* LSE;
-    const TensorMap &Q_map, &K_map, &V_map, &O_warp_map, &bias_map;
-    int H, heads, group;
-    const Score& score;
-    unsigned* tile_counter;
-};
 
 // ---- producer warps
 
