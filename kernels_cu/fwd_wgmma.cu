@@ -30,7 +30,7 @@
 // row sees), mask_wgmma.cuh (applies the mask to S), softmax.cuh (deferred rescaling), bias_tiles.cuh,
 // block_sparse.cuh, epilogue.cuh. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
-#include "fwd_tiles.cuh"
+#include "fwd_load.cuh"
 #include "mask_wgmma.cuh"
 #include "non_finite.cuh"
 #include "ping_pong.cuh"
@@ -44,37 +44,14 @@ constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
 
 // The thread that loads K and V of all work tiles.
 __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
-    const SmemAddr base = smem_address(smem);
-    unsigned pipe_index = 0;  // index in the pipeline of the work tile's first key tile
+    unsigned pipe_index = 0;  // index in the pipelines of the work tile's first key tile
     TileLists lists(smem + TILE_LISTS_AT);
     Scheduler::Consumer scheduler(smem);
 #pragma unroll 1
     while (scheduler.next(/*release_now=*/!SCHEDULE_LATE)) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
-        const int h = work_tile.h() / args.group, b = work_tile.b;
-        const SeqlenInfo sequence = work_tile.sequence(args.score);
-        // A broadcast dimension (stride 0) has size 1 in the tensor map: its coordinate is 0.
-        const auto load_K = [&](int j, int n0, unsigned entry) {
-            const unsigned i = pipe_index + j, stage = stage_of(i);
-            TIMELINE(wait_empty);
-            KPipeline::acquire(base, i);
-            TIMELINE(load);
-            if (Head::MAPPED) KeyTileEntries::entry(smem, stage) = entry;
-            KPipeline::load(base, i, args.K_map, sequence.key_box(n0), args.K.stride_h ? h : 0,
-                            sequence.key_batch(args.K.stride_b ? b : 0), Bias::STAGE_BYTES);
-            if (BIAS_TILES)
-                Bias::load(base, stage, args.bias_map, args.score, work_tile.h(), b, work_tile.row0, n0,
-                           KPipeline::full(base, stage));
-        };
-        const auto load_V = [&](int j, int n0) {
-            const unsigned i = pipe_index + j;
-            TIMELINE(wait_empty);
-            VPipeline::acquire(base, i);
-            TIMELINE(load);
-            VPipeline::load(base, i, args.V_map, sequence.key_box(n0), args.V.stride_h ? h : 0,
-                            sequence.key_batch(args.V.stride_b ? b : 0));
-        };
-        pipe_index += work_tile.load_key_tiles(lists, load_K, load_V, [&] { scheduler.release(); });
+        const KeyTileLoader loader(smem, args, work_tile, pipe_index);
+        pipe_index += work_tile.load_key_tiles(lists, loader, [&] { scheduler.release(); });
     }
 }
 

@@ -59,11 +59,11 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
         return Head::FIRST ? own.begin - range.begin : 0;
     }
 
-    // Producer: calls load_K(j, n0, list entry) and load_V(j, n0) for all key tiles in the order in which the consumers
-    // use them, K of tile j before V of tile j - 1. Calls schedule_late() before V of the last but one tile, if
-    // SCHEDULE_LATE. Returns the number of key tiles.
-    template <class LoadK, class LoadV, class ScheduleLate>
-    __device__ __forceinline__ int load_key_tiles(TileLists& lists, const LoadK& load_K, const LoadV& load_V,
+    // Producer: calls loader.load_K(j, n0, list entry) and loader.load_V(j, n0) for all key tiles in the order in which
+    // the consumers use them, K of tile j before V of tile j - 1. Calls schedule_late() before V of the last but one
+    // tile, if SCHEDULE_LATE. Returns the number of key tiles.
+    template <class Loader, class ScheduleLate>
+    __device__ __forceinline__ int load_key_tiles(TileLists& lists, const Loader& loader,
                                                   const ScheduleLate& schedule_late) const {
         if constexpr (Head::MAPPED) {
             if (tiles <= 0) return 0;
@@ -74,18 +74,18 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
                 if (more) {
                     entry = lists.next();
                     n0 = entry / (2 * LAST_TILE) * BLOCK_N;
-                    load_K(j, n0, entry);
+                    loader.load_K(j, n0, entry);
                 }
-                if (j > 0) load_V(j - 1, previous_n0);
+                if (j > 0) loader.load_V(j - 1, previous_n0);
                 if (!more) break;
             }
             return j;
         } else {
 #pragma unroll 1
             for (int j = 0; j <= tiles; ++j) {
-                if (j < tiles) load_K(j, keys_at(j), 0);
+                if (j < tiles) loader.load_K(j, keys_at(j), 0);
                 if (SCHEDULE_LATE && j == max(tiles - 2, 0)) schedule_late();
-                if (j > 0) load_V(j - 1, keys_at(j - 1));
+                if (j > 0) loader.load_V(j - 1, keys_at(j - 1));
             }
             return tiles;
         }

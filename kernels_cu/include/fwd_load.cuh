@@ -1,0 +1,48 @@
+// How fwd_wgmma loads a tile of K or V: by TMA, into a stage of its pipeline.
+#pragma once
+#include "fwd_tiles.cuh"
+
+// Loads the key tiles of one work tile; used by one thread. WorkTileRange::load_key_tiles calls load_K and load_V.
+struct KeyTileLoader {
+    char* const smem;
+    const SmemAddr base;
+    const Arguments& args;
+    const WorkTileRange work_tile;
+    const unsigned& pipe_index;  // index in the pipelines of the work tile's first key tile
+    const int h, b;              // of K and V
+    const SeqlenInfo sequence;
+    __device__ __forceinline__ KeyTileLoader(char* smem, const Arguments& args, const WorkTileRange& work_tile,
+                                             const unsigned& pipe_index)
+        : smem(smem), base(smem_address(smem)), args(args), work_tile(work_tile), pipe_index(pipe_index),
+          h(work_tile.h() / args.group), b(work_tile.b), sequence(work_tile.sequence(args.score)) {}
+
+    // The j-th key tile, from key n0 on. entry: with a block map, the tile's entry in the list.
+    __device__ __forceinline__ void load_K(int j, int n0, unsigned entry) const {
+        const unsigned i = pipe_index + j, stage = stage_of(i);
+        TIMELINE(wait_empty);
+        KPipeline::acquire(base, i);
+        TIMELINE(load);
+        if (Head::MAPPED) KeyTileEntries::entry(smem, stage) = entry;
+        load_tile<KPipeline>(i, args.K_map, args.K, n0, Bias::STAGE_BYTES);
+        if (BIAS_TILES)
+            Bias::load(base, stage, args.bias_map, args.score, work_tile.h(), b, work_tile.row0, n0,
+                       KPipeline::full(base, stage));
+    }
+    __device__ __forceinline__ void load_V(int j, int n0) const {
+        const unsigned i = pipe_index + j;
+        TIMELINE(wait_empty);
+        VPipeline::acquire(base, i);
+        TIMELINE(load);
+        load_tile<VPipeline>(i, args.V_map, args.V, n0);
+    }
+
+  private:
+    // Loads the keys from n0 on into the acquired stage of tile i. A broadcast dimension (stride 0) has size 1 in the
+    // tensor map: its coordinate is 0. more: bytes of other loads on the same barrier.
+    template <class KeyPipeline>
+    __device__ __forceinline__ void load_tile(unsigned i, const TensorMap& map, const View<const dtype>& tensor, int n0,
+                                              unsigned more = 0) const {
+        KeyPipeline::load(base, i, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
+                          sequence.key_batch(tensor.stride_b ? b : 0), more);
+    }
+};
