@@ -6,8 +6,8 @@ python scripts/machine_code.py compare before.json after.json --renamed OLD=NEW
 
 `record` compiles every kernel with its default tile for D = 64, 128 and 256, causal and not, plain and with each score
 option alone, for sm_80 and sm_90a, and stores a hash of every `.text` section of the cubins. Symbol names, line numbers
-and section order do not count. `--sample N` compiles N of these problems, drawn with `--seed`; `--like FILE` those of
-another record.
+and section order do not count. `--sample N` compiles N problems, drawn with `--seed` from these and those of other head
+dimensions (16 to 192); `--like FILE` those of another record.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from sandbox.verify.scores import OPTIONS
 
 S = 8192
 HEAD_DIMS = (64, 128, 256)
+SAMPLED_HEAD_DIMS = (16, 32, 40, 48, 96, 192)  # further ones, of which only samples are compiled
 ARCHS = ("sm_80", "sm_90a")
 CODE = b".text."  # prefix of the names of the sections that hold machine code
 LAYOUTS: dict[str, Callable[[Problem], dict[str, Any]]] = {
@@ -65,9 +66,9 @@ class Job(NamedTuple):
         return plain if self.option == "plain" else replace(plain, **{**OPTIONS, **LAYOUTS}[self.option](plain))
 
 
-def jobs(kernel: Kernel) -> Iterator[Job]:
+def jobs(kernel: Kernel, head_dims: tuple[int, ...]) -> Iterator[Job]:
     """Every problem that the kernel supports. bfloat16 and float32: without options only."""
-    for name, D, causal, option in itertools.product(ARCHS, HEAD_DIMS, (False, True), ("plain", *OPTIONS, *LAYOUTS)):
+    for name, D, causal, option in itertools.product(ARCHS, head_dims, (False, True), ("plain", *OPTIONS, *LAYOUTS)):
         for dtype in kernel.dtypes:
             if dtype == "bfloat16" and option != "plain":
                 continue
@@ -100,7 +101,8 @@ def compiled(job: Job) -> tuple[str, list[str]]:
 
 def record(path: Path, names: list[str], sample: int, seed: int, workers: int, like: set[str]) -> None:
     """Compile, and write {key: hashes} as JSON. Progress goes to stderr."""
-    found = [job for name in names or registry.kernels() for job in jobs(registry.get(name))]
+    head_dims = HEAD_DIMS + SAMPLED_HEAD_DIMS if sample or like else HEAD_DIMS
+    found = [job for name in names or registry.kernels() for job in jobs(registry.get(name), head_dims)]
     if like:
         found = [job for job in found if " ".join(map(str, job)) in like]
     if sample:
