@@ -180,6 +180,35 @@ __device__ __forceinline__ void store_dQ_tiles(const HeadBlock& block, unsigned 
     mbarrier_arrive(dQComplete::at(base, 0));
 }
 
+// dQ = scale * dQ_accum: 64 rows of each m_block of the head.
+__device__ __forceinline__ void postprocess(const HeadBlock& block, const View<dtype>& dQ, unsigned consumer,
+                                            unsigned warp) {
+    const BwdParams& params = block.params;
+    mbarrier_wait(dQComplete::at(block.base, 0), 0);  // the postprocess starts when dQ_accum is complete
+    constexpr int TILES_PER_PASS = 4;                 // m_blocks whose loads overlap
+    const int tiles = (block.head0.Sq + BLOCK_M - 1) / BLOCK_M, row0 = 64 * consumer + warp % 4 * 16;
+#pragma unroll 1
+    for (int first = 0; first < block.group * tiles; first += TILES_PER_PASS) {
+        dQFragment<D_PAD> rows[TILES_PER_PASS];
+#pragma unroll
+        for (int t = 0; t < TILES_PER_PASS; ++t) {
+            const int tile = min(first + t, block.group * tiles - 1);
+            rows[t].load(block.dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_PART + warp % 4 * 128);
+        }
+#pragma unroll
+        for (int t = 0; t < TILES_PER_PASS; ++t) {
+            if (first + t >= block.group * tiles) break;
+            const int h = block.kv_head * block.group + (first + t) / tiles, m0 = (first + t) % tiles * BLOCK_M;
+            const Range keys = block.head0.keys(m0, m0 + BLOCK_M);
+            const bool rows_finite = rows[t].store(dQ, SeqlenInfo(params.score, block.b), h, m0 + row0,
+                                                   params.score.scale, keys.begin >= keys.end);
+            if (!__all_sync(0xffffffffu, rows_finite))  // NaN or inf: a masked key or a large LSE may be the cause
+                dQ_non_finite(params.Q, params.K, params.V, params.dO, params.LSE, params.delta, dQ, block.group,
+                              params.score, block.b, h, block.H, m0 + row0);
+        }
+    }
+}
+
 extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
@@ -360,28 +389,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
         }
     }
 
-    mbarrier_wait(dQComplete::at(base, 0), 0);  // the postprocess starts when dQ_accum is complete
-    constexpr int TILES_PER_PASS = 4;           // m_blocks whose loads overlap
-    const int tiles = (head0.Sq + BLOCK_M - 1) / BLOCK_M, row0 = 64 * consumer + warp % 4 * 16;
-#pragma unroll 1
-    for (int first = 0; first < group * tiles; first += TILES_PER_PASS) {
-        dQFragment<D_PAD> rows[TILES_PER_PASS];
-#pragma unroll
-        for (int t = 0; t < TILES_PER_PASS; ++t) {
-            const int tile = min(first + t, group * tiles - 1);
-            rows[t].load(block.dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_PART + warp % 4 * 128);
-        }
-#pragma unroll
-        for (int t = 0; t < TILES_PER_PASS; ++t) {
-            if (first + t >= group * tiles) break;
-            const int h = kv_head * group + (first + t) / tiles, m0 = (first + t) % tiles * BLOCK_M;
-            const Range keys = head0.keys(m0, m0 + BLOCK_M);
-            const bool rows_finite =
-                rows[t].store(dQ, SeqlenInfo(score, b), h, m0 + row0, score.scale, keys.begin >= keys.end);
-            if (!__all_sync(0xffffffffu, rows_finite))  // NaN or inf: a masked key or a large LSE may be the cause
-                dQ_non_finite(Q, K, V, dO, LSE, delta, dQ, group, score, b, h, H, m0 + row0);
-        }
-    }
+    postprocess(block, dQ, consumer, warp);
     if (threadIdx.x % 128 == 0) tma_store_wait_read();  // TMA has read shared memory before the block exits
     TIMELINE(done);
 }
