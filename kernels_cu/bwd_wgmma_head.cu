@@ -180,6 +180,173 @@ __device__ __forceinline__ void store_dQ_tiles(const HeadBlock& block, unsigned 
     mbarrier_arrive(dQComplete::at(base, 0));
 }
 
+// A consumer warpgroup: dK and dV of 64 keys of each n_block, and 64 rows of each dQ tile.
+struct ConsumerWarpgroup {
+    const HeadBlock& block;
+    const SmemAddr base;
+    const unsigned warp, lane, consumer;
+    const int key_offset;                      // first key of the consumer within the n_block
+    const float exponent;                      // of P = exp2(S * exponent - LSE * log2(e))
+    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // variables of the kernel: members would compile to other code
+    LoopState state;
+    int head = 0, m0 = 0;  // of the next tile
+
+    __device__ __forceinline__ ConsumerWarpgroup(const HeadBlock& block, unsigned warp, unsigned lane,
+                                                 float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
+        : block(block), base(block.base), warp(warp), lane(lane), consumer(warp / 4 - 1), key_offset(64 * consumer),
+          exponent(Head::unit_of(block.params.score) * Head::LOG2E), dK(dK), dV(dV) {}
+
+    // S^T or dP^T of the consumer's keys.
+    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
+        mma_SdP<HEAD_DIM>(C, SmemLayoutK::k_major(base + keys_at + key_offset * 128),
+                          SmemLayoutQ::k_major(base + queries_at));
+    }
+    // 64 rows of dQ.
+    __device__ __forceinline__ void mma_own_dQ(float (&dQ)[D_PAD / 2], unsigned dS_at) const {
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * 128)), SmemLayoutK::mn_major(base + K_AT));
+    }
+    // Waits until the dQ-store warp has read dQ of tile i - 1, then writes dQ of tile i to shared memory.
+    __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[D_PAD / 2], unsigned i) const {
+        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
+        stage_dQ(base + dQ_AT + consumer * 4 * DQ_PART, dQ);
+    }
+    // Arrives on the full barriers of dQ, if has_dQ, and of dS of tile i: the consumer has written both.
+    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned i) const {
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, i % 2));
+    }
+    // Waits until both consumers have written dS of tile i.
+    __device__ __forceinline__ void wait_dS(unsigned i) const {
+        mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
+    }
+
+    // One m_block, and dQ of the previous one of the same n_block.
+    __device__ __forceinline__ void bwd_step() {
+        state.make_uniform();
+        const bool has_previous = state.tiles_of_key_tile() > 0;  // within this n_block
+        const unsigned i = state.i(), stage = stage_of(i);
+        const unsigned Q_at = Q_AT + stage * SmemLayoutQ::BYTES, dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
+        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES;
+        // Without a previous tile the product is discarded: any initialised memory that is not being written will do,
+        // here K.
+        const unsigned previous_dS_at = has_previous ? dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES : K_AT;
+        const float* const stats =  // of the lane's first two queries
+            reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
+        unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
+        float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[D_PAD / 2];
+        TIMELINE(wait_Q);
+        QPipeline::wait(base, i);
+        TIMELINE(S);
+        mma_keys(S, K_AT, Q_at);
+        wgmma_wait<1>();  // dK of the previous tile
+        if (has_previous) release_stage<QPipeline>(base, i - 1, lane == 0);
+        TIMELINE(wait_dO);
+        dOPipeline::wait(base, i);
+        TIMELINE(S);
+        mma_keys(dP, V_AT, dO_at);
+        if (has_previous) commit_dQ_dS(state.tiles_of_key_tile() > 1, i - 1);
+
+        wgmma_wait<1>();  // S^T
+        warpgroup_fence_operand(S);
+        TIMELINE(wait_barrier);
+        named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
+        TIMELINE(softmax);
+        const int first_key = state.n0() + key_offset;
+        const Range unmasked = block.head0.fully_visible_queries<true>(first_key, first_key + 64);
+        // Query rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
+        if ((m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end)) {
+            const FragmentCoords coords(m0, first_key);
+            mask_fragment<BLOCK_M / 2>(block.head0, coords, [&](int k) { S[k] = -INF; });
+        }
+        compute_P(P, S, exponent, stats);
+        named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);
+        TIMELINE(dP);
+        mma_dKV(dV, P, base + dO_at);
+        if (has_previous) wait_dS(i - 1);
+        // Discarded in the first iteration: a branch around it would serialise the wgmmas.
+        mma_own_dQ(dQ, previous_dS_at);
+
+        wgmma_wait<2>();  // dP^T
+        warpgroup_fence_operand(dP);
+        TIMELINE(dS);
+        compute_dS(dS, P, dP, stats + BLOCK_M);
+        store_transposed<SmemLayoutPdS>(base + dS_at + consumer * SmemLayoutPdS::SLAB_BYTES, warp % 4 * 2, dS);
+        mma_dKV(dK, dS, base + Q_at);
+
+        TIMELINE(dQ);
+        wgmma_wait<1>();  // dV and dQ
+        release_stage<dOPipeline>(base, i, lane == 0);
+        warpgroup_fence_operand(dQ);
+        if (has_previous) stage_own_dQ(dQ, i - 1);
+        m0 += BLOCK_M;
+        block.m_blocks_of(state.n0()).seek(head, m0);
+        state.next();
+    }
+    // After the last m_block of an n_block: its dQ. dK and dV are complete.
+    __device__ __forceinline__ void mainloop_tail() {
+        const unsigned i = state.i();
+        commit_dQ_dS(state.tiles_of_key_tile() > 1, i - 1);
+        float dQ[D_PAD / 2];
+        wait_dS(i - 1);
+        mma_own_dQ(dQ, dS_AT + (i - 1) % 2 * SmemLayoutPdS::BYTES);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dQ);
+        stage_own_dQ(dQ, i - 1);
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+        wgmma_wait<0>();
+        warpgroup_fence_operand(dK);
+        warpgroup_fence_operand(dV);
+        release_stage<QPipeline>(base, i - 1, lane == 0);
+    }
+
+    // Before the first m_block of an n_block: waits for K and V.
+    __device__ __forceinline__ void begin_n_block() {
+        if (threadIdx.x % 128 == 0) tma_store_wait_read();
+        // TMA has read dK and dV of the previous n_block before dS overwrites them.
+        named_barrier_sync(consumer_barrier(consumer), CONSUMER_THREADS);
+        mbarrier_wait(FullK::at(base, 0), state.n0() / BLOCK_N % 2);
+        mbarrier_wait(FullV::at(base, 0), state.n0() / BLOCK_N % 2);
+        block.m_blocks_of(state.n0()).start(head, m0);
+        zero(dK), zero(dV);
+    }
+    // Stores dK and dV of the n_block.
+    __device__ __forceinline__ void epilogue() {
+        const BwdParams& params = block.params;
+        TIMELINE(store);
+        // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
+        // LSE. After this barrier neither consumer reads K and V again.
+        const bool non_finite =
+            named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, !(all_finite(dK) && all_finite(dV)));
+        if (threadIdx.x % 128 == 0) mbarrier_arrive(EmptyKV::at(base, 0));
+        if (non_finite) {
+            key_gradients_non_finite<BLOCK_N, 8>(params.Q, params.K, params.V, params.dO, params.LSE, params.delta,
+                                                 params.dK, params.dV, block.group, params.score, block.b,
+                                                 block.kv_head, block.H, state.n0(), warp - 4);
+            return;
+        }
+        stage_dKV<SmemLayoutdKV>(base + dKV_staging(false), dV, 1.0f, warp, lane);
+        stage_dKV<SmemLayoutdKV>(base + dKV_staging(true), dK, params.score.scale, warp, lane);
+        fence_proxy_async();
+        // All four warps have written dK and dV before the TMA store.
+        named_barrier_sync(consumer_barrier(consumer), CONSUMER_THREADS);
+        if (threadIdx.x % 128 == 0) {
+            const int row = block.head0.key_row_box(state.n0() + key_offset),
+                      batch = block.head0.key_row_batch(block.b);
+            tma_store(params.dV_map, 0, row, block.kv_head, batch, base + dKV_staging(false));
+            tma_store(params.dK_map, 0, row, block.kv_head, batch, base + dKV_staging(true));
+            tma_store_commit();
+        }
+    }
+    // dK and dV are staged in the consumer's own part of dS, so that the next K and V can be loaded meanwhile.
+    __device__ __forceinline__ unsigned dKV_staging(bool is_dK) const {
+        return dS_AT + !is_dK * SmemLayoutPdS::BYTES + consumer * SmemLayoutPdS::SLAB_BYTES;
+    }
+};
+
 // dQ = scale * dQ_accum: 64 rows of each m_block of the head.
 __device__ __forceinline__ void postprocess(const HeadBlock& block, const View<dtype>& dQ, unsigned consumer,
                                             unsigned warp) {
@@ -239,157 +406,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     }
 
     setmaxnreg_inc<240>();
-    const unsigned consumer = warp / 4 - 1;
-    const int key_offset = 64 * consumer;  // first key of the consumer within the tile
-    const float exponent = Head::unit_of(score) * Head::LOG2E;
     float dK_rmem[D_PAD / 2], dV_rmem[D_PAD / 2];
-    unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];
-
-    // S^T or dP^T of the consumer's keys.
-    const auto mma_keys = [&](float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) {
-        mma_SdP<HEAD_DIM>(C, SmemLayoutK::k_major(base + keys_at + key_offset * 128),
-                          SmemLayoutQ::k_major(base + queries_at));
-    };
-    // 64 rows of dQ.
-    const auto mma_rows = [&](float (&dQ)[D_PAD / 2], unsigned dS_at) {
-        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * 128)), SmemLayoutK::mn_major(base + K_AT));
-    };
-    // Writes dQ of tile i to shared memory. `commit_dQ_dS` then arrives on the full barriers of dQ and dS.
-    const auto store_dQ = [&](const float (&dQ)[D_PAD / 2], unsigned i) {
-        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);
-        stage_dQ(base + dQ_AT + consumer * 4 * DQ_PART, dQ);
-    };
-    const auto commit_dQ_dS = [&](bool dQ, SmemAddr dS_barrier) {
-        fence_proxy_async();
-        __syncwarp();  // all lanes have written
-        if (lane == 0 && dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        if (lane == 0) mbarrier_arrive(dS_barrier);
-    };
-    const auto wait_dS = [&](unsigned i) { mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2); };
-
-    LoopState state;
-    int head = 0, m0 = 0;  // of the next tile
-    const auto bwd_step = [&] {
-        state.make_uniform();
-        const bool has_previous = state.tiles_of_key_tile() > 0;  // within this n_block
-        const unsigned i = state.i(), stage = stage_of(i);
-        const unsigned Q_at = Q_AT + stage * SmemLayoutQ::BYTES, dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES;
-        // Without a previous tile the product is discarded: any initialised memory that is not being written will do,
-        // here K.
-        const unsigned previous_dS_at = has_previous ? dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES : K_AT;
-        const float* const stats =  // of the lane's first two queries
-            reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
-        float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[D_PAD / 2];
-        TIMELINE(wait_Q);
-        QPipeline::wait(base, i);
-        TIMELINE(S);
-        mma_keys(S, K_AT, Q_at);
-        wgmma_wait<1>();  // dK of the previous tile
-        if (has_previous) release_stage<QPipeline>(base, i - 1, lane == 0);
-        TIMELINE(wait_dO);
-        dOPipeline::wait(base, i);
-        TIMELINE(S);
-        mma_keys(dP, V_AT, dO_at);
-        if (has_previous) commit_dQ_dS(state.tiles_of_key_tile() > 1, Barriers::FulldS::at(base, i % 2 ^ 1));
-
-        wgmma_wait<1>();  // S^T
-        warpgroup_fence_operand(S);
-        TIMELINE(wait_barrier);
-        named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
-        TIMELINE(softmax);
-        const int first_key = state.n0() + key_offset;
-        const Range unmasked = head0.fully_visible_queries<true>(first_key, first_key + 64);
-        if ((m0 < unmasked.begin) |
-            (m0 + BLOCK_M > unmasked.end)) {  // also rows from Sq on: their q is 0, and 0 * inf is NaN
-            const FragmentCoords coords(m0, first_key);
-            mask_fragment<BLOCK_M / 2>(head0, coords, [&](int k) { S[k] = -INF; });
-        }
-        compute_P(P, S, exponent, stats);
-        named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);
-        TIMELINE(dP);
-        mma_dKV(dV_rmem, P, base + dO_at);
-        if (has_previous) wait_dS(i - 1);
-        mma_rows(dQ,
-                 previous_dS_at);  // discarded in the first iteration: a branch around it would serialise the wgmmas
-
-        wgmma_wait<2>();  // dP^T
-        warpgroup_fence_operand(dP);
-        TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M);
-        store_transposed<SmemLayoutPdS>(base + dS_at + consumer * SmemLayoutPdS::SLAB_BYTES, warp % 4 * 2, dS);
-        mma_dKV(dK_rmem, dS, base + Q_at);
-
-        TIMELINE(dQ);
-        wgmma_wait<1>();  // dV and dQ
-        release_stage<dOPipeline>(base, i, lane == 0);
-        warpgroup_fence_operand(dQ);
-        if (has_previous) store_dQ(dQ, i - 1);
-        m0 += BLOCK_M;
-        block.m_blocks_of(state.n0()).seek(head, m0);
-        state.next();
-    };
-    const auto mainloop_tail = [&] {  // dQ of the last tile of an n_block
-        const unsigned i = state.i();
-        commit_dQ_dS(state.tiles_of_key_tile() > 1, Barriers::FulldS::at(base, (i - 1) % 2));
-        float dQ[D_PAD / 2];
-        wait_dS(i - 1);
-        mma_rows(dQ, dS_AT + (i - 1) % 2 * SmemLayoutPdS::BYTES);
-        wgmma_wait<0>();
-        warpgroup_fence_operand(dQ);
-        store_dQ(dQ, i - 1);
-        fence_proxy_async();
-        __syncwarp();  // all lanes have written
-        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        wgmma_wait<0>();
-        warpgroup_fence_operand(dK_rmem);
-        warpgroup_fence_operand(dV_rmem);
-        release_stage<QPipeline>(base, i - 1, lane == 0);
-    };
-    // dK and dV are staged in the consumer's own part of dS, so that the next K and V can be loaded meanwhile.
-    const auto dKV_staging = [&](bool is_dK) {
-        return dS_AT + !is_dK * SmemLayoutPdS::BYTES + consumer * SmemLayoutPdS::SLAB_BYTES;
-    };
-    if (consumer == 1) named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);  // consumer 0 starts
+    ConsumerWarpgroup consumer(block, warp, lane, dK_rmem, dV_rmem);
+    if (consumer.consumer == 1) named_barrier_arrive(scheduler_barrier(0), BOTH_CONSUMERS);  // consumer 0 starts
 #pragma unroll 1
-    for (; state.n0() < head0.Sk; state.next_key_tile()) {
-        if (threadIdx.x % 128 == 0) tma_store_wait_read();
-        named_barrier_sync(consumer_barrier(consumer),
-                           CONSUMER_THREADS);  // TMA has read dK and dV before dS overwrites them
-        mbarrier_wait(FullK::at(base, 0), state.n0() / BLOCK_N % 2);
-        mbarrier_wait(FullV::at(base, 0), state.n0() / BLOCK_N % 2);
-        block.m_blocks_of(state.n0()).start(head, m0);
-        zero(dK_rmem), zero(dV_rmem);
-        if (head < group) {
+    for (; consumer.state.n0() < head0.Sk; consumer.state.next_key_tile()) {
+        consumer.begin_n_block();
+        if (consumer.head < group) {
 #pragma unroll 1
-            while (head < group) bwd_step();
-            mainloop_tail();
+            while (consumer.head < group) consumer.bwd_step();
+            consumer.mainloop_tail();
         }
-        TIMELINE(store);
-        // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
-        // LSE. After this barrier neither consumer reads K and V again.
-        const bool non_finite =
-            named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, !(all_finite(dK_rmem) && all_finite(dV_rmem)));
-        if (threadIdx.x % 128 == 0) mbarrier_arrive(EmptyKV::at(base, 0));
-        if (non_finite) {
-            key_gradients_non_finite<BLOCK_N, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
-                                                 state.n0(), warp - 4);
-        } else {
-            stage_dKV<SmemLayoutdKV>(base + dKV_staging(false), dV_rmem, 1.0f, warp, lane);
-            stage_dKV<SmemLayoutdKV>(base + dKV_staging(true), dK_rmem, score.scale, warp, lane);
-            fence_proxy_async();
-            named_barrier_sync(consumer_barrier(consumer),
-                               CONSUMER_THREADS);  // all four warps have written dK and dV before the TMA store
-            if (threadIdx.x % 128 == 0) {
-                const int row = head0.key_row_box(state.n0() + key_offset), batch = head0.key_row_batch(b);
-                tma_store(dV_map, 0, row, kv_head, batch, base + dKV_staging(false));
-                tma_store(dK_map, 0, row, kv_head, batch, base + dKV_staging(true));
-                tma_store_commit();
-            }
-        }
+        consumer.epilogue();
     }
-
-    postprocess(block, dQ, consumer, warp);
+    postprocess(block, dQ, consumer.consumer, warp);
     if (threadIdx.x % 128 == 0) tma_store_wait_read();  // TMA has read shared memory before the block exits
     TIMELINE(done);
 }
