@@ -38,8 +38,17 @@
 #define bwd_wgmma bwd_wgmma_deterministic
 #define bwd_wgmma_postprocess bwd_wgmma_deterministic_postprocess
 #endif
+#ifndef SPLIT_GROUP
+#define SPLIT_GROUP 0
+#else
+#define bwd_wgmma bwd_wgmma_split_group
+#define bwd_wgmma_scheduler bwd_wgmma_split_group_scheduler
+#define bwd_wgmma_postprocess bwd_wgmma_split_group_postprocess
+#define bwd_wgmma_combine bwd_wgmma_split_group_combine
+#endif
 #define TIMELINE_BRANCH 1                // blocks that are not recorded branch over each mark: experiments/018_timeline
 #define FALLBACK_INLINE __forceinline__  // see non_finite.cuh
+#include "bwd_combine_group.cuh"
 #include "bwd_epilogue.cuh"
 #include "bwd_load.cuh"
 #include "bwd_mainloop.cuh"
@@ -143,9 +152,17 @@ struct BwdBlock {
         return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_AT + 2 * dQ_tile_index(head, m0) + consumer;
     }
     __device__ __forceinline__ int semaphore_target(int m0) const { return work_tile.semaphore_target(head0, m0); }
+    // The head of K and V that the work tile reads.
+    __device__ __forceinline__ int key_head() const { return SPLIT_GROUP ? kv_head / params.group : kv_head; }
     // After the mainloop: reads the work tile again, so that it does not take registers in the mainloop.
     __device__ __forceinline__ BwdWorkTile reload_work_tile() const {
-        return load_work_tile(smem + WORK_TILE_AT, params.Hk, params.B);
+        return load_work_tile(smem + WORK_TILE_AT, work_tile_heads(params.Hk, params.group), params.B);
+    }
+    // SPLIT_GROUP: where a slab of the partial dK or dV of the reloaded work tile begins (bwd_combine_group.cuh).
+    __device__ __forceinline__ float* partial(const BwdWorkTile& reloaded, Gradient gradient, int key_offset,
+                                              int slab) const {
+        const long long tile = first_key_tile<BLOCK_N>(reloaded.sequence(params.score)) + reloaded.key_tile;
+        return params.dKV_partials + partial_at(tile * H + reloaded.kv_head, gradient, key_offset, slab);
     }
 };
 
@@ -160,11 +177,11 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
     const BwdParams& params = block.params;
     const SmemAddr base = block.base;
     const auto load_K = [&] {
-        load_key_tile(base + K_AT, params.K_map, params.K, block.head0, block.b, block.kv_head, block.m_blocks.n0(),
+        load_key_tile(base + K_AT, params.K_map, params.K, block.head0, block.b, block.key_head(), block.m_blocks.n0(),
                       FullK::at(base, 0));
     };
     const auto load_V = [&] {
-        load_key_tile<SmemLayoutV>(base + V_AT, params.V_map, params.V, block.head0, block.b, block.kv_head,
+        load_key_tile<SmemLayoutV>(base + V_AT, params.V_map, params.V, block.head0, block.b, block.key_head(),
                                    block.m_blocks.n0(), FullV::at(base, 0));
     };
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
@@ -211,10 +228,10 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
 #endif
 
 // Computes dK and dV of the n_block again if one of their values is not finite (non_finite.cuh). Possible causes: a
-// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE.
+// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE. SPLIT_GROUP: bwd_wgmma_combine does.
 __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool non_finite) {
     const BwdParams& params = block.params;
-    if (named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
+    if (!SPLIT_GROUP && named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
         if (threadIdx.x % 128 == 0)
             tma_store_wait();  // the TMA stores are complete before the fallback overwrites dK and dV
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);
@@ -237,19 +254,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ TensorMap dK_map, const __grid_constant__ TensorMap dV_map, int B, int Hk, int group,
     const __grid_constant__ Score score,
     const __grid_constant__ TensorMap bias_map,  // boxes of 64 rows; only if BIAS
-    const int* work_tiles) {                     // output of bwd_wgmma_scheduler; only if RAGGED
-    const BwdParams params{Q,           K,     V,     dO,     LSE,    delta, dQ_accum, dK,    dV,   Q_tile_map,
-                           dO_tile_map, K_map, V_map, dK_map, dV_map, B,     Hk,       group, score};
+    const int* work_tiles,                       // output of bwd_wgmma_scheduler; only if RAGGED
+    float* dKV_partials) {                       // only if SPLIT_GROUP
+    const BwdParams params{Q,           K,     V,     dO,     LSE,    delta, dQ_accum, dK,    dV,    Q_tile_map,
+                           dO_tile_map, K_map, V_map, dK_map, dV_map, B,     Hk,       group, score, dKV_partials};
     const SmemAddr base = smem_address(smem);
     GroupBlockMap& map = *reinterpret_cast<GroupBlockMap*>(smem + MAP_AT);
+    const int heads_per_tile = query_heads_per_work_tile(group);
     if (threadIdx.x == 0) {
         init_barriers(base);
         draw_ticket(smem + WORK_TILE_AT, dQ_accum);
     }
     if (Head::MAPPED) {
-        const BwdWorkTile work_tile(0, Hk, B);
+        const BwdWorkTile work_tile(0, work_tile_heads(Hk, group), B);
         if (work_tile.b < B)
-            map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.kv_head * group, group,
+            map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.kv_head * heads_per_tile, heads_per_tile,
                                    work_tile.key_tile * BLOCK_N);
     }
     griddepcontrol_wait();
@@ -257,12 +276,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     __syncthreads();  // mbarriers, block map and work tile are initialised
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
-    const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, Hk, B);
+    const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group), B);
     if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;  // invalid work tile
     const int kv_head = work_tile.kv_head, b = work_tile.b, H = Hk * group;
-    const Head head0(work_tile.sequence(score), kv_head * group);
-    const MBlocks m_blocks{head0, map, group, work_tile.key_tile * BLOCK_N, work_tile.descending};
-    const BwdBlock block{params, base, work_tile, head0, m_blocks, kv_head, b, group, H, warp, lane};
+    const Head head0(work_tile.sequence(score), kv_head * heads_per_tile);
+    const MBlocks m_blocks{head0, map, heads_per_tile, work_tile.key_tile * BLOCK_N, work_tile.descending};
+    const BwdBlock block{params, base, work_tile, head0, m_blocks, kv_head, b, heads_per_tile, H, warp, lane};
 
     if (warp < 4) {
         setmaxnreg_dec<LOAD_WARP_REGISTERS>();
@@ -274,17 +293,29 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     ConsumerWarpgroup consumer(block);
     bool non_finite = false;
-    if (consumer.head == group) {  // no key of the n_block is visible
+    if (consumer.head == heads_per_tile) {  // no key of the n_block is visible
         zero(consumer.dK), zero(consumer.dV);
         non_finite = consumer.store_dV() | consumer.store_dK();
     } else {
         consumer.first_step();
 #pragma unroll 1
-        while (consumer.head < group) consumer.bwd_step();
+        while (consumer.head < heads_per_tile) consumer.bwd_step();
         non_finite = consumer.epilogue();
     }
     non_finite_fallback(block, non_finite);
 }
+
+#if SPLIT_GROUP
+// SPLIT_GROUP: adds the dK and dV of the query heads of each group. A block has 16 keys of a key/value head.
+extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
+    const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
+    const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
+    const float* delta, const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV, int group,
+    const __grid_constant__ Score score, const float* dKV_partials) {
+    griddepcontrol_wait();
+    combine_group<16>(Q, K, V, dO, LSE, delta, dK, dV, group, score, dKV_partials);
+}
+#endif
 
 // Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp, and clears the tile
 // counter and the semaphores. Without this entry point each block of bwd_wgmma would search for its own work tile,
@@ -302,8 +333,9 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     for (int i = blockIdx.x * 256 + threadIdx.x; HAS_SEMAPHORES && i < counters; i += gridDim.x * 256)
         reinterpret_cast<unsigned*>(dQ_accum)[i] = 0;
     const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
-    if (number >= key_offsets(score).tiles<BLOCK_N>() * Hk) return;
-    const WorkTile work_tile = LongestFirst<KeyTiles>(score).work_tile(number, Hk, group);
+    const int heads = work_tile_heads(Hk, group);
+    if (number >= key_offsets(score).tiles<BLOCK_N>() * heads) return;
+    const WorkTile work_tile = LongestFirst<KeyTiles>(score).work_tile(number, heads, query_heads_per_work_tile(group));
     if (threadIdx.x % 32 == 0) reinterpret_cast<WorkTile*>(work_tiles)[number] = work_tile;
 #endif
 }

@@ -103,6 +103,18 @@ def work_tiles(p: Problem, t: Tile) -> tuple[int, int]:
     return 8 * p.key_tiles(t.BLOCK_N) * p.Hk if p.ragged else 0, 0
 
 
+def dKV_partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """(elements of 4 bytes, of which zeroed): dK and dV per query head, in slabs of 64 keys and 64 columns of 16 bits;
+    see include/bwd_combine_group.cuh."""
+    slabs = cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64)
+    return p.batches * p.H * p.key_tiles(t.BLOCK_N) * t.BLOCK_N // 64 * slabs * 64 * 64 // 2, 0
+
+
+def per_query_head(p: Problem) -> Problem:
+    """The problem with as many key/value heads as query heads: the work tiles of bwd_wgmma_split_group."""
+    return replace(p, Hk=p.H)
+
+
 def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave if a head has
     at most four n_blocks, or more with a window. See L2_HEAD_GROUPS in include/dq_semaphore.cuh."""
@@ -132,7 +144,7 @@ nondeterministic = Kernel(
     arch_suffix="a",
     deterministic=False,
     programmatic_launch=True,
-    scratch={"dQ_accum": dQ_accum, "work_tiles": work_tiles},
+    scratch={"dQ_accum": dQ_accum, "work_tiles": work_tiles, "dKV_partials": lambda p, t: (0, 0)},
     default=True,
     ragged=True,
     tiles=(
@@ -150,7 +162,7 @@ nondeterministic = Kernel(
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
         *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score"),
-        *("bias_map", "work_tiles"),
+        *("bias_map", "work_tiles", "dKV_partials"),
     ),
     then=(
         Entry(
@@ -169,6 +181,47 @@ nondeterministic = Kernel(
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
             args=("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "group", "score"),
+        ),
+    ),
+)
+
+
+def split_group_pays(p: Problem) -> bool:
+    """Whether the work tiles of key/value heads leave many of the SMs without work."""
+    tiles = p.batches * p.Hk * p.key_tiles(128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64)
+    plain = max(tiles / WAVE, 1) if p.bounds[1] is not None else cdiv(tiles, WAVE)
+    split = tiles * p.group / WAVE if p.bounds[1] is not None else cdiv(tiles * p.group, WAVE)
+    return p.group > 1 and 0 < split + 0.5 < 0.9 * plain * p.group
+
+
+split_group = replace(
+    nondeterministic,
+    name="bwd_wgmma_split_group",
+    test_share=3,
+    preference=2,
+    summary="bwd_wgmma with a work tile per query head: for few key/value heads or keys",
+    macros={"SPLIT_GROUP": 1},
+    grid=lambda p, t: nondeterministic_grid(per_query_head(p), t),
+    scratch={
+        "dQ_accum": dQ_accum,
+        "work_tiles": lambda p, t: work_tiles(per_query_head(p), t),
+        "dKV_partials": dKV_partials,
+    },
+    first_for=split_group_pays,
+    then=(
+        replace(
+            nondeterministic.then[0],
+            name="bwd_wgmma_split_group_scheduler",
+            grid=lambda p, t: (cdiv(work_tiles(per_query_head(p), t)[0], 8 * 8), 1, 1),
+        ),
+        replace(nondeterministic.then[1], name="bwd_wgmma_split_group_postprocess"),
+        Entry(
+            name="bwd_wgmma_split_group_combine",
+            programmatic_launch=True,
+            grid=lambda p, t: (p.key_tiles(16), p.Hk, p.batches),
+            block=lambda t: (256, 1, 1),
+            smem_bytes=lambda p, t: 0,
+            args=("Q", "K", "V", "dO", "LSE", "delta", "dK", "dV", "group", "score", "dKV_partials"),
         ),
     ),
 )
@@ -207,7 +260,7 @@ deterministic_kernel = replace(
     supports=supports_deterministic,
     macros={"DETERMINISTIC": 1},
     grid=deterministic_grid,
-    scratch={"dQ_accum": dQ_accum_with_semaphores, "work_tiles": work_tiles},
+    scratch={**nondeterministic.scratch, "dQ_accum": dQ_accum_with_semaphores},
     then=tuple(
         replace(entry, name="bwd_wgmma_deterministic_postprocess")
         for entry in nondeterministic.then
@@ -215,4 +268,4 @@ deterministic_kernel = replace(
     ),
 )
 
-kernels = (nondeterministic, deterministic_kernel)
+kernels = (nondeterministic, split_group, deterministic_kernel)

@@ -170,8 +170,8 @@ struct KeyConsumer {
     }
     // Staged in the consumer's own rows of V: the other consumer does not read them.
     __device__ __forceinline__ bool store_dV() const {
-        return store_dKV<SmemLayoutV>(block, consumer, base + V_AT + key_offset * 128, block.params.dV_map, dV,
-                                      Head::dropout_factor(block.params.score), key_offset, 0);
+        return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer, base + V_AT + key_offset * 128, dV,
+                                                    Head::dropout_factor(block.params.score), key_offset, 0);
     }
     // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: dK is wider than dO
     // and takes both stages, which both consumers have read before the last dS was complete.
@@ -180,7 +180,7 @@ struct KeyConsumer {
         return base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;
     }
     __device__ __forceinline__ bool store_dK() const {
-        return store_dKV<SmemLayoutQ>(block, consumer, dK_staging(), block.params.dK_map, dK, block.params.score.scale,
-                                      key_offset, 0);
+        return store_dKV<SmemLayoutQ, Gradient::dK>(block, consumer, dK_staging(), dK, block.params.score.scale,
+                                                    key_offset, 0);
     }
 };

@@ -183,14 +183,14 @@ struct ConsumerWarpgroup {
     // Staged in V: both consumers have read V before the last barrier.
     __device__ __forceinline__ bool store_dV() const {
         constexpr unsigned SLABS = V_COLS / 64;
-        return store_dKV<SmemLayoutV>(block, consumer, base + V_AT + consumer * SLABS * SmemLayoutV::SLAB_BYTES,
-                                      block.params.dV_map, dV, Head::dropout_factor(block.params.score), 0,
-                                      consumer * SLABS);
+        return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer,
+                                                    base + V_AT + consumer * SLABS * SmemLayoutV::SLAB_BYTES, dV,
+                                                    Head::dropout_factor(block.params.score), 0, consumer * SLABS);
     }
     // Staged where Q of the next m_block would be loaded.
     __device__ __forceinline__ bool store_dK() const {
         const unsigned tile = Q_AT + consumer * 2 * SmemLayoutQ::SLAB_BYTES + stage_of(i) * SmemLayoutQ::BYTES;
-        return store_dKV<SmemLayoutQ>(block, consumer, base + tile, block.params.dK_map, dK, block.params.score.scale,
-                                      0, consumer * 2);
+        return store_dKV<SmemLayoutQ, Gradient::dK>(block, consumer, base + tile, dK, block.params.score.scale, 0,
+                                                    consumer * 2);
     }
 };

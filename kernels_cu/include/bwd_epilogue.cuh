@@ -1,6 +1,7 @@
 // The epilogue of the wgmma backward kernels: a consumer writes its dK or dV to shared memory, from where TMA stores
 // it.
 #pragma once
+#include "bwd_combine_group.cuh"
 #include "bwd_tiles.cuh"
 #include "non_finite.cuh"
 #include "wgmma_fragment.cuh"
@@ -28,9 +29,10 @@ __device__ __forceinline__ void zero(float (&accum)[R]) {
 // Stores a consumer's dK or dV: 64 keys from key key_offset of the n_block on, columns from 64 * first_slab on (slabs:
 // swizzle.cuh). `tile`: shared memory for staging, which nothing else uses. Returns whether a value is not finite.
 // Block: see BwdBlock.
-template <class SmemLayout, class Block, int R>
-__device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer, SmemAddr tile, const TensorMap& map,
-                                          const float (&accum)[R], float factor, int key_offset, int first_slab) {
+template <class SmemLayout, Gradient GRADIENT, class Block, int R>
+__device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer, SmemAddr tile, const float (&accum)[R],
+                                          float factor, int key_offset, int first_slab) {
+    const TensorMap& map = GRADIENT == Gradient::dV ? block.params.dV_map : block.params.dK_map;
     const bool non_finite = !all_finite(accum);
     stage_dKV<SmemLayout>(tile, accum, factor, block.warp, block.lane);
     fence_proxy_async();
@@ -40,8 +42,13 @@ __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer,
     if (threadIdx.x % CONSUMER_THREADS == 0) {
 #pragma unroll
         for (int slab = 0; slab < (2 * R + 63) / 64; ++slab)
-            tma_store(map, (slab + first_slab) * 64, block.head0.key_row_box(block.m_blocks.n0() + key_offset),
-                      work_tile.kv_head, block.head0.key_row_batch(work_tile.b), tile + slab * SmemLayout::SLAB_BYTES);
+            if constexpr (SPLIT_GROUP)
+                bulk_store(block.partial(work_tile, GRADIENT, key_offset, slab + first_slab),
+                           tile + slab * SmemLayout::SLAB_BYTES, PARTIAL_SLAB_BYTES);
+            else
+                tma_store(map, (slab + first_slab) * 64, block.head0.key_row_box(block.m_blocks.n0() + key_offset),
+                          work_tile.kv_head, block.head0.key_row_batch(work_tile.b),
+                          tile + slab * SmemLayout::SLAB_BYTES);
         tma_store_commit();
     }
     return non_finite;

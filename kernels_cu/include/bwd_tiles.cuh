@@ -38,6 +38,7 @@ struct BwdParams {
     const TensorMap &dK_map, &dV_map;           // boxes of 64 rows
     int B, Hk, group;                           // group: H / Hk
     const Score& score;
+    float* dKV_partials;  // only if SPLIT_GROUP: bwd_combine_group.cuh
 };
 
 // The mbarriers of the mainloop, from byte AT of shared memory on. FulldQ and EmptydQ have one barrier per consumer;

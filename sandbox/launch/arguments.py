@@ -89,6 +89,7 @@ ARGUMENTS: dict[str, Row] = {
     "tile_counter": Row(ctypes.c_void_p, tensor="tile_counter"),
     "work_tiles": Row(ctypes.c_void_p, tensor="work_tiles"),
     "partials": Row(ctypes.c_void_p, tensor="partials"),
+    "dKV_partials": Row(ctypes.c_void_p, tensor="dKV_partials"),
     "score": Row(ctypes.Structure),  # its fields depend on the problem
     "group": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.group)),
     "B": Row(ctypes.c_int32, lambda p: ctypes.c_int32(p.batches)),
@@ -126,6 +127,8 @@ SCRATCH: dict[str, Scratch] = {
     # Partial results of split-KV or stream-K blocks, before they are combined. The kernel's `scratch` gives the size
     # and how much of it must be zero.
     "partials": Scratch(lambda p: (0,), zeroed=True),
+    # dK and dV per query head, before they are added. The kernel's `scratch` gives the size.
+    "dKV_partials": Scratch(lambda p: (0,), zeroed=False),
     "delta": Scratch(lambda p: (p.batches, p.H, p.rows[0]), zeroed=False),
     # The fp32 accumulator of dQ; its layout is the kernel's own. It has room for whole tiles of up to 128 rows, with D
     # padded to a power of two, at least 32. A kernel that pads in another way gives the size in its `scratch`.
