@@ -38,9 +38,7 @@
 #define bwd_wgmma bwd_wgmma_deterministic
 #define bwd_wgmma_postprocess bwd_wgmma_deterministic_postprocess
 #endif
-#ifndef SPLIT_GROUP
-#define SPLIT_GROUP 0
-#else
+#ifdef SPLIT_GROUP
 #define bwd_wgmma bwd_wgmma_split_group
 #define bwd_wgmma_scheduler bwd_wgmma_split_group_scheduler
 #define bwd_wgmma_postprocess bwd_wgmma_split_group_postprocess

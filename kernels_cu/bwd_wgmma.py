@@ -186,12 +186,19 @@ nondeterministic = Kernel(
 )
 
 
+def supports_split_group(p: Problem, arch: Arch | None) -> str | None:
+    """No block map: with it, the load warps spill."""
+    if mapped(p):
+        return "mask= or a Score with a mask is not supported: registers would spill; use bwd_wgmma"
+    return supports(p, arch)
+
+
 def split_group_pays(p: Problem) -> bool:
     """Whether the work tiles of key/value heads leave many of the SMs without work."""
     tiles = p.batches * p.Hk * p.key_tiles(128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64)
     plain = max(tiles / WAVE, 1) if p.bounds[1] is not None else cdiv(tiles, WAVE)
     split = tiles * p.group / WAVE if p.bounds[1] is not None else cdiv(tiles * p.group, WAVE)
-    return p.group > 1 and 0 < split + 0.5 < 0.9 * plain * p.group
+    return p.group > 1 and not mapped(p) and 0 < split + 0.5 < 0.9 * plain * p.group
 
 
 split_group = replace(
@@ -200,6 +207,7 @@ split_group = replace(
     test_share=3,
     preference=2,
     summary="bwd_wgmma with a work tile per query head: for few key/value heads or keys",
+    supports=supports_split_group,
     macros={"SPLIT_GROUP": 1},
     grid=lambda p, t: nondeterministic_grid(per_query_head(p), t),
     scratch={

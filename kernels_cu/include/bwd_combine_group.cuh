@@ -9,6 +9,10 @@
 #include "bwd_tiles.cuh"
 #include "non_finite.cuh"
 
+#ifndef SPLIT_GROUP
+#define SPLIT_GROUP 0
+#endif
+
 enum class Gradient { dK, dV };
 
 constexpr unsigned PARTIAL_SLAB_BYTES = 64 * 128;
