@@ -45,9 +45,9 @@ constexpr int DQ_COLS = D_PAD / DQ_COL_WARPS;
 constexpr bool SMALL_STEPS =
     !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS || (DROPOUT && WARPS_PER_GROUP == 1);
 constexpr int SUB_M = QUERIES < 32 || SMALL_STEPS ? 16 : 32;  // queries per step
-using Tile = Swizzled<D_PAD>;                                 // rows of Q, K
-using VTile = Swizzled<DV_PAD>;                               // rows of V, dO
-using PTile = Swizzled<BLOCK_M>;                              // rows of P^T, dS^T
+using Tile = SwizzledRows<D_PAD>;                             // rows of Q, K
+using VTile = SwizzledRows<DV_PAD>;                           // rows of V, dO
+using PTile = SwizzledRows<BLOCK_M>;                          // rows of P^T, dS^T
 using QKOffsets = FragmentOffsets<D_PAD>;
 using VOffsets = FragmentOffsets<DV_PAD>;
 using POffsets = FragmentOffsets<BLOCK_M>;

@@ -45,8 +45,8 @@ constexpr int CHUNK = 16 / ELEMENT_BYTES;                         // elements pe
 constexpr int STEP_D = 2 * CHUNK;                                 // columns per MMA step of S, and per fragment of V
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;  // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
-using Tile = Swizzled<D_PAD * ELEMENT_BYTES / 2>;  // rows of Q and K; float8: of pairs
-using VTile = Swizzled<DV_PAD * ELEMENT_BYTES / 2>;
+using Tile = SwizzledRows<D_PAD * ELEMENT_BYTES / 2>;  // rows of Q and K; float8: of pairs
+using VTile = SwizzledRows<DV_PAD * ELEMENT_BYTES / 2>;
 using QKOffsets = FragmentOffsets<D_PAD * ELEMENT_BYTES / 2>;
 using VOffsets = FragmentOffsets<DV_PAD * ELEMENT_BYTES / 2>;
 constexpr unsigned K_BYTES = BLOCK_N * Tile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;

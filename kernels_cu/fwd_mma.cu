@@ -23,8 +23,8 @@
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS), WARP_ROWS = 16 * M_TILES;
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // columns >= HEAD_DIM are zeros
-using Tile = Swizzled<D_PAD>;                                                           // rows of Q and K
-using VTile = Swizzled<DV_PAD>;                                                         // rows of V and O
+using Tile = SwizzledRows<D_PAD>;                                                       // rows of Q and K
+using VTile = SwizzledRows<DV_PAD>;                                                     // rows of V and O
 // D = 96 and 128: the loads of the next tile are interleaved with the MMAs of Q K^T, and ldmatrix offsets take fewer
 // registers: 6% and 3% faster. D = 64 is 2% slower, D = 256 equal.
 // The interleaved loads of a tile have one stride: the tile must be in one page.

@@ -20,8 +20,8 @@
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS);
 constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32, DV_PAD = (HEAD_DIM_V + 31) / 32 * 32;  // columns >= HEAD_DIM are zeros
-using Tile = Swizzled<D_PAD / 2>;                                                       // rows of Q and K, in pairs
-using VTile = Swizzled<DV_PAD / 2>;                                                     // of V
+using Tile = SwizzledRows<D_PAD / 2>;                                                   // rows of Q and K, in pairs
+using VTile = SwizzledRows<DV_PAD / 2>;                                                 // of V
 using QKOffsets = FragmentOffsets<D_PAD / 2>;
 constexpr unsigned ROW = Tile::ROW, K_BYTES = BLOCK_N * ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 static_assert(BLOCK_M == 16 * WARPS * M_TILES && BLOCK_N % SUB_N == 0 && SUB_N % 32 == 0,

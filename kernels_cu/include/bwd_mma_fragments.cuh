@@ -99,7 +99,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
 #pragma unroll
     for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
         const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
-        const unsigned offset = Swizzled<COLUMNS * WARPS_PER_GROUP>::at(row, warp.part * (COLUMNS / 8) + nt);
+        const unsigned offset = SwizzledRows<COLUMNS * WARPS_PER_GROUP>::at(row, warp.part * (COLUMNS / 8) + nt);
         *reinterpret_cast<unsigned*>(tile + offset + warp.lane % 4 * 4) =
             pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
     }
@@ -109,7 +109,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
 template <int COLUMNS, int WIDTH>
 __device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenInfo& seqlen_info, int h, int n0,
                                            const char* tile) {
-    using Tile = Swizzled<COLUMNS>;
+    using Tile = SwizzledRows<COLUMNS>;
     for (int i = threadIdx.x; i < BLOCK_N * Tile::CHUNKS; i += THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
         if (n0 + row < seqlen_info.key_rows() && chunk * 8 < WIDTH)

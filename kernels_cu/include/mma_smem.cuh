@@ -7,7 +7,7 @@
 // A row of COLUMNS elements consists of 16-byte chunks. The swizzle is an XOR of the chunk index with the row, so that
 // the eight rows of an ldmatrix matrix are in eight different groups of four banks.
 template <int COLUMNS>
-struct Swizzled {
+struct SwizzledRows {
     static_assert(COLUMNS % 16 == 0, "whole MMA steps");
     static constexpr unsigned CHUNKS = COLUMNS / 8;  // 16-byte chunks per row
     // Chunks are permuted within groups of this size.
@@ -25,7 +25,7 @@ struct Swizzled {
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, long long stride, int n0, int S,
                                               unsigned thread = threadIdx.x) {
-    using Tile = Swizzled<COLUMNS>;
+    using Tile = SwizzledRows<COLUMNS>;
     constexpr int PER_CHUNK = 16 / sizeof(T);  // elements
     constexpr unsigned STEP = THREADS_ / Tile::CHUNKS,
                        ACTIVE = STEP * Tile::CHUNKS;  // a thread loads one chunk of every STEP-th row
@@ -49,7 +49,7 @@ template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class 
 __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const AnyRows& rows, int n0, int S) {
     if constexpr (AnyRows::template adjacent<ROWS>())
         return cp_async_tile<ROWS, COLUMNS, THREADS_, WIDTH>(tile, rows.first_row(n0), rows.tensor.stride_s, n0, S);
-    using Tile = Swizzled<COLUMNS>;
+    using Tile = SwizzledRows<COLUMNS>;
     constexpr int PER_CHUNK = 16 / sizeof(*rows(0));
 #pragma unroll 4
     for (unsigned i = threadIdx.x; i < ROWS * Tile::CHUNKS; i += THREADS_) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const AnyRows& rows
 // row before it advances to another row: one address register, all other offsets are immediates.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T = dtype>
 struct TileCopies {
-    using Tile = Swizzled<COLUMNS>;
+    using Tile = SwizzledRows<COLUMNS>;
     static constexpr unsigned GROUP = Tile::GROUP, GROUPS = Tile::CHUNKS / GROUP,
                               STEP = THREADS_ / GROUP;  // rows per step
     static constexpr int COUNT = (ROWS + STEP - 1) / STEP * GROUPS, PER_CHUNK = 16 / sizeof(T);
@@ -97,7 +97,7 @@ struct TileCopies {
 // are immediates.
 template <int COLUMNS, bool ONE_REGISTER = false>
 struct FragmentOffsets {
-    using Tile = Swizzled<COLUMNS>;
+    using Tile = SwizzledRows<COLUMNS>;
     unsigned at[Tile::GROUP / 2];
     __device__ __forceinline__ FragmentOffsets(unsigned row, unsigned chunk) {
 #pragma unroll
@@ -112,7 +112,7 @@ struct FragmentOffsets {
 // is applied after the XOR with the row.
 template <int COLUMNS>
 struct FragmentOffsets<COLUMNS, true> {
-    using Tile = Swizzled<COLUMNS>;
+    using Tile = SwizzledRows<COLUMNS>;
     unsigned first;
     __device__ __forceinline__ FragmentOffsets(unsigned row, unsigned chunk) : first(Tile::at(row, chunk)) {}
     __device__ __forceinline__ unsigned operator()(unsigned row, unsigned step) const {  // `row` a multiple of 16

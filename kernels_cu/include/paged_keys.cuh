@@ -24,7 +24,7 @@ struct PagedView {
     }
 };
 
-// Rows of tensor.cuh for keys in pages.
+// DenseRows (tensor.cuh) for keys in pages.
 template <class T>
 struct PagedRows {
     const View<T>& tensor;

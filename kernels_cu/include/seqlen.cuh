@@ -111,7 +111,7 @@ template <class T>
 using KeyRows = PagedRows<T>;
 #else
 template <class T>
-using KeyRows = Rows<T>;
+using KeyRows = DenseRows<T>;
 #endif
 
 // Batch entry b: its lengths, and the addresses of its rows.

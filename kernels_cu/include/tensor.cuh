@@ -11,7 +11,7 @@
 
 // The rows of one head, an operand of cp_async_tile (mma_smem.cuh). PagedRows has the same functions for keys in pages.
 template <typename T>
-struct Rows {
+struct DenseRows {
     const View<T>& tensor;
     T* data;  // row 0
 
