@@ -17,14 +17,14 @@ SOURCE = Path(__file__).with_suffix(".cu")
 THREADS, LOADS = 512, 8  # threads per block; 16-byte loads per thread
 DEFINES = {"THREADS": THREADS, "LOADS": LOADS}
 BLOCK_BYTES = 16 * THREADS * LOADS
-MOST = 4 << 30  # bytes: the rate does not increase beyond this size
+MAX_BYTES = 4 << 30  # bytes: the rate does not increase beyond this size
 
 
 def bytes_to_read(nbytes: int, device: str = "cuda:0") -> Any:
-    """A PyTorch tensor of `nbytes` random bytes, at most `MOST`, rounded up to the 64 KiB that a block reads."""
+    """A PyTorch tensor of `nbytes` random bytes, at most `MAX_BYTES`, rounded up to the 64 KiB that a block reads."""
     import torch
 
-    size = cdiv(min(nbytes, MOST), BLOCK_BYTES) * BLOCK_BYTES
+    size = cdiv(min(nbytes, MAX_BYTES), BLOCK_BYTES) * BLOCK_BYTES
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
 
 

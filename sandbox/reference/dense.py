@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .gradients import Gradients, Sums
-from .rounding import MOST, dtype_name, quantised, round_to
+from .rounding import LARGEST_FINITE, dtype_name, quantised, round_to
 from .score import Meaning, Options
 from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, plain_array, shape_of
 
@@ -93,7 +93,7 @@ def naive(
     """
     name = dtype_name(np.asarray(q).dtype if dtype is None else dtype)
     rounded = _rounding(q, name)
-    if name not in MOST:
+    if name not in LARGEST_FINITE:
         same = Roundings(rounded, rounded, rounded, rounded)
         return _forward(rounded(q), rounded(k), rounded(v), causal, scale, options, np.float32, same)[0]
     of_v, of_out = dtype_name(v_dtype or name), dtype_name(out_dtype or "bfloat16")

@@ -22,7 +22,7 @@ _FORMATS = {
     "float8_e4m3": _Format(np.dtype(ml_dtypes.float8_e4m3fn), 3, -6),
     "float8_e5m2": _Format(np.dtype(ml_dtypes.float8_e5m2), 2, -14),
 }
-MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # the largest finite values
+LARGEST_FINITE = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}
 
 
 def dtype_name(dtype: DTypeLike) -> str:
@@ -43,7 +43,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
     """
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is intended
         wide: NDArray[np.float32] = np.asarray(x).astype(np.float32, copy=False)
-        if most := MOST.get(dtype_name(dtype)):
+        if most := LARGEST_FINITE.get(dtype_name(dtype)):
             wide = np.clip(wide, np.float32(-most), np.float32(most))
         return wide.astype(_FORMATS[dtype_name(dtype)].numpy, copy=False).astype(np.float32, copy=False)
 
@@ -51,7 +51,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
 def quantised(P: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
     """P (values up to 1) rounded to 8 bits as in the kernels: P is scaled so that 1 becomes the largest finite value,
     which uses the dtype's full range."""
-    most = np.float32(MOST[dtype_name(dtype)])
+    most = np.float32(LARGEST_FINITE[dtype_name(dtype)])
     return round_to(np.asarray(P, np.float32) * most, dtype) / most
 
 

@@ -315,7 +315,7 @@ def test_inputs_and_neighbours_are_untouched(device: Device) -> None:
 
 
 def test_threads(device: Device) -> None:
-    """One plan, many threads: nobody launches with somebody else's pointers."""
+    """Threads that share a plan: each launches with its own pointers."""
     sets = [arrays(1, 1, 40, 16, seed=seed) for seed in range(8)]
     expected = [sandbox.attention(*qkv, backend=device[0]) for qkv in sets]
     wrong = []

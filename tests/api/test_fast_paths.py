@@ -42,7 +42,7 @@ def routes() -> int:
 
 
 def test_a_route_is_made_when_a_key_is_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nobody makes a key; results are the same bits, of other tensors other results."""
+    """After that no call builds a key. The results are bitwise equal; other tensors have other results."""
     found = [both(*tensors()) for _ in range(2)]
     assert routes() == 2  # forward and backward
     monkeypatch.setattr(dlpack._PyTorch, "signatures", lambda *args: pytest.fail("a key"))
@@ -55,8 +55,8 @@ def test_a_route_is_made_when_a_key_is_met_again(monkeypatch: pytest.MonkeyPatch
     assert routes() == 0
 
 
-def test_nobody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PyTorch that cannot be asked."""
+def test_without_tensor_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may lack TensorGuards: every call builds its key then."""
     expected = both(*tensors())
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     for _ in range(3):
@@ -314,8 +314,8 @@ WATCHERS = seen_by_a_mode, dual, mapped, traced, recorded, compiled
 
 @pytest.mark.parametrize("watcher", WATCHERS, ids=lambda watcher: watcher.__name__)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_who_watches_after_routes_were_made(watcher) -> None:
-    """Those whom PyTorch's guards do not see among them: nobody is passed by."""
+def test_modes_that_start_after_routes_were_made(watcher) -> None:
+    """Modes and transforms are never bypassed, including those that PyTorch's guards do not report."""
     q, k, v, _ = tensors()
 
     def call(change=lambda x: x):

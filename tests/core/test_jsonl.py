@@ -1,4 +1,4 @@
-"""Files of JSON lines: whoever adds at the same time, and whoever is killed over it, costs nobody else a line."""
+"""Files of JSON lines: processes that append concurrently, or are killed while appending, lose no line of another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 
 
 def test_a_writer_waits_for_another(tmp_path: Path) -> None:
-    """Between looking at a file's end and adding to it nobody else may add."""
+    """No other process may append between reading a file's end and appending."""
     file = tmp_path / "rows.jsonl"
     jsonl.append(file, {"n": 1})
     with file.open("a") as held:

@@ -36,7 +36,7 @@ def test_every_spec_in_the_folder_is_found() -> None:
     assert order == sorted(order)
 
 
-def test_nobody_can_change_what_others_get() -> None:
+def test_the_returned_dict_is_a_copy() -> None:
     registry.kernels().clear()
     assert registry.get("fwd_minimal")
 
@@ -142,7 +142,7 @@ def put(folder: Path, name: str, spec: str, source: bool = True) -> None:
     ],
 )
 def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By whoever asks for it, and in one line; the others go on."""
+    """In one line, by each function that reads the specs; the other kernels remain usable."""
     put(folder, "fwd_x", spec)
     put(folder, "fwd_minimal", SPEC)
     assert list(registry.kernels()) == ["fwd_minimal"]
@@ -196,8 +196,8 @@ def test_a_broken_spec_stops_no_command(project_copy: Path) -> None:
     assert "kernels_cu/broken.py, line 1: SyntaxError" in done.stderr
 
 
-def test_specs_are_forgotten_when_nobody_reads_them(folder: Path) -> None:
-    """What another thread is importing is not taken from under it."""
+def test_specs_are_dropped_while_no_thread_imports_them(folder: Path) -> None:
+    """A module that another thread is importing stays in sys.modules."""
     wait = "import threading, time\nthreading.main_thread().reading.set()\ntime.sleep(0.5)\n"
     put(folder, "fwd_minimal", wait + SPEC)
     reading, found = threading.Event(), []
