@@ -3,7 +3,6 @@
 // A block owns BLOCK_N keys. K and V stay in shared memory, dK and dV in registers; the mainloop visits the m_blocks
 // that attend to these keys. One warpgroup holds the load and store warps, two warpgroups are consumers. The kernel
 // computes S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are in the layout of an A operand.
-//
 // clang-format off
 //   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
 //   warp 1        loads LSE and delta per m_block
@@ -21,17 +20,14 @@
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P [2][BLOCK_M][BLOCK_N], if BLOCK_N = 64 |
 //                  dQ, if BLOCK_N = 128 | bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
-//
 // Blocks add to dQ_accum in any order, so the last bits of dQ vary between runs; those of dK and dV do not. With
 // DETERMINISTIC (bwd_wgmma_deterministic) a semaphore orders the additions (dq_semaphore.cuh). dQ_accum has the layout
 // of the accumulator registers; `bwd_wgmma_postprocess` converts and scales it. Warp roles: FlashAttention-3 (Shah et
-// al. 2024, arXiv:2407.08608). Names that end in _AT are offsets in shared memory, in bytes.
+// al. 2024, arXiv:2407.08608). Tile and grid: bwd_wgmma.py. Names that end in _AT: offsets in shared memory, bytes.
 //
-// Building blocks: bwd_tiles.cuh, pipeline.cuh (mbarriers, STAGES), m_block_range.cuh (order of m_blocks),
-// dq_semaphore.cuh (work tile of a block, order of the additions to dQ; grid: bwd_wgmma.py), bwd_load.cuh,
-// bwd_mainloop.cuh, bwd_fragment.cuh (dropout, mask, bias; applies the score modification of score_mod.cuh),
-// bwd_epilogue.cuh (stores of dK and dV), bwd_postprocess.cuh, non_finite.cuh. BLOCK_M, BLOCK_N and STAGES are the
-// numbers of a tile in bwd_wgmma.py.
+// Building blocks: bwd_tiles.cuh, pipeline.cuh, m_block_range.cuh (order of m_blocks), dq_semaphore.cuh (work tile of a
+// block, order of additions to dQ), bwd_load.cuh, bwd_mainloop.cuh, bwd_fragment.cuh (score, mask, bias, dropout),
+// bwd_epilogue.cuh (stores of dK and dV), bwd_postprocess.cuh, non_finite.cuh.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else

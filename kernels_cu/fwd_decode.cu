@@ -26,9 +26,7 @@
 // float8: a tile of the same size in bytes has twice as many keys. S is an 8-bit MMA. V is converted to fp16 after the
 // load from shared memory, so that P needs to be rounded to fp16 only.
 //
-// Measured (H200): B1 H32/8 Sk2048 takes 11 … 12 us, of which reading 8 MiB takes 8. The combine kernel loads all
-// partial results of a row at once (4.5 us less) and starts early (0.9 us less). A cluster of two saves the combine
-// kernel, 2 … 4 us, if it makes one wave.
+// Measurements: experiments/020_decode.
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
 #include "softmax_mma.cuh"
