@@ -12,9 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .api.attention import attention, attention_backward, attention_forward, attention_paged, attention_varlen
-from .api.block_map import block_map
 from .api.dispatch import reload
-from .api.rotation import rotate
 from .core.errors import (
     CacheError,
     CompileError,
@@ -27,15 +25,17 @@ from .core.errors import (
     UnknownKernel,
     UnsupportedProblem,
 )
-from .core.problem import Problem
 from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
     from .api.append_kv import append_kv
+    from .api.block_map import block_map
     from .api.call import call
+    from .api.rotation import rotate
     from .api.torch_slot import use_in_torch
     from .core.kernel import Kernel
+    from .core.problem import Problem
     from .core.registry import kernels
     from .core.tile import Tile
     from .engine.pipeline import compile
@@ -51,12 +51,15 @@ Score.on_host = _evaluate
 
 _LATER = {
     "Kernel": ".core.kernel",
+    "Problem": ".core.problem",
     "Tile": ".core.tile",
     "append_kv": ".api.append_kv",
+    "block_map": ".api.block_map",
     "call": ".api.call",
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",
     "reference": ".reference",
+    "rotate": ".api.rotation",
     "use_in_torch": ".api.torch_slot",
 }  # {public name: the module that defines it}, imported on first use
 
