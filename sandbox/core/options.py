@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .block_map import by_pair
@@ -93,24 +92,30 @@ class Array(NamedTuple):
         return (f"broadcast to {texts[0]}" if self.broadcast else f"be {' or '.join(texts)}").replace("'", "")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Option:
-    """One row of the table; `name` is the keyword argument and the field of `Problem`."""
+    """One row of the table. Not a dataclass, which would take 0.8 ms of `import sandbox`."""
 
-    name: str
-    macro: str = ""
-    level: Callable[[Problem], int] = lambda p: 0  # value of the macro; 0: not set
-    numbers: tuple[Number, ...] = ()
-    tensors: Callable[[Problem], Iterator[ScoreTensor]] | None = None  # None: its `array`
-    array: Array | None = None
-    check: Callable[[str, Any], Any] | None = None
-    """(name, value) -> the normalised value; raises SpecError. None: callers pass an array, or other fields."""
-    gradient: bool = False
-    flag: Mapping[str, Any] = field(default_factory=dict)  # arguments of click.option; {}: no flag
-    flag_name: str = ""  # if it is not `name`
-    cases: Mapping[str, Callable[[Problem], dict[str, Any]]] = field(default_factory=dict)  # test cases of `check`
-    timed: Callable[[Problem], tuple[dict[str, Any], ...]] = lambda p: ()  # options timed by `bench --grid scores`
-    text: Callable[[Problem], str] = lambda p: ""  # in `Problem.variant`; "" if it is not used
+    def __init__(
+        self,
+        *,
+        name: str,  # of the keyword argument, and of the field of `Problem`
+        macro: str = "",
+        level: Callable[[Problem], int] = lambda p: 0,  # value of the macro; 0: not set
+        numbers: tuple[Number, ...] = (),
+        tensors: Callable[[Problem], Iterator[ScoreTensor]] | None = None,  # None: its `array`
+        array: Array | None = None,
+        # (name, value) -> the normalised value; raises SpecError. None: callers pass an array, or other fields.
+        check: Callable[[str, Any], Any] | None = None,
+        gradient: bool = False,
+        flag: Mapping[str, Any] | None = None,  # arguments of click.option; None: no flag
+        flag_name: str = "",  # if it is not `name`
+        cases: Mapping[str, Callable[[Problem], dict[str, Any]]] | None = None,  # test cases of `check`
+        timed: Callable[[Problem], tuple[dict[str, Any], ...]] = lambda p: (),  # options timed by `bench --grid scores`
+        text: Callable[[Problem], str] = lambda p: "",  # in `Problem.variant`; "" if it is not used
+    ):
+        self.name, self.macro, self.level = name, macro, level
+        self.numbers, self.tensors, self.array, self.check, self.gradient = numbers, tensors, array, check, gradient
+        self.flag, self.flag_name, self.cases, self.timed, self.text = flag or {}, flag_name, cases or {}, timed, text
 
     def tensors_of(self, p: Problem) -> Iterator[ScoreTensor]:
         """The tensors that a problem reads for this option."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -39,9 +37,8 @@ class TensorLike(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, eq=False)
 class Score:
-    """Two expressions in CUDA C++ over `VARIABLES` and tensors, compiled into every kernel.
+    """Two expressions in CUDA C++ over `VARIABLES` and tensors, compiled into every kernel. Immutable.
 
     score: the new value of the score x of query i and key j, in batch entry b and head h. mask: whether query i sees
     key j, in addition to causal, window and mask=. i and j are row indices of q and k; Sq and Sk the numbers of rows.
@@ -53,53 +50,41 @@ class Score:
     (None: unknown). Raises SpecError naming the invalid value; an expression is compiled when it is first used.
     """
 
-    score: str = "x"
-    mask: str = "true"
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    file: str = ""
-    blocks: Any = None
-    made_for: Sizes | None = None
+    # Not a dataclass: with the import of `dataclasses` it would take 1.4 ms of `import sandbox`.
+    score: str
+    mask: str
+    tensors: Mapping[str, Any]
+    file: str
+    blocks: Any
+    made_for: Sizes | None
     # `structure`: what equality compares, with `made_for`. `described`: this score with TensorLike in place of tensors,
     # so that it keeps no array alive.
-    structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]] = field(init=False, repr=False)
-    described: Score = field(init=False, repr=False)
-    arrays: Mapping[str, Any] = field(init=False, repr=False)  # tensors and blocks, by their names in plans
-    _hash: int = field(init=False, repr=False)  # of `structure`; every attention call needs it
+    structure: tuple[str, str, tuple[tuple[str, TensorLike], ...]]
+    described: Score
+    arrays: Mapping[str, Any]  # tensors and blocks, by their names in plans
+    _hash: int  # of `structure`; every attention call needs it
     on_host: ClassVar[Callable[..., tuple[Any, Any, Any]]]  # set in sandbox/__init__.py: it needs a compiler
 
-    def __post_init__(self) -> None:
-        for name in ("score", "mask"):
-            text = getattr(self, name)
-            if not isinstance(text, str) or not text.strip():
-                raise SpecError(f"Score: {name}={text!r} must be an expression in CUDA C++, such as {_SUCH_AS[name]!r}")
-            if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
-                raise SpecError(f"Score: {name}={text!r} must not contain NUL or surrogate characters")
-            object.__setattr__(self, name, text.strip())
-        for name, tensor in self.tensors.items():
-            if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
-                raise SpecError(
-                    f"Score: a tensor cannot be called {name!r}: use an identifier that is neither a C++ keyword nor "
-                    f"one of {', '.join((*VARIABLES, *FUNCTIONS))}"
-                )
-            like = like_of(tensor)
-            if like.dtype not in DTYPES:
-                raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
-            if not like.shape:
-                raise SpecError(f"Score: tensor {name} has no dimension: reshape it to (1,) and read {name}(0)")
-            if len(like.shape) > MOST_DIMENSIONS:
-                raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions are supported")
-        tensors = dict(self.tensors)
-        likes = {name: like_of(tensor) for name, tensor in tensors.items()}
-        object.__setattr__(self, "tensors", MappingProxyType(tensors))
-        object.__setattr__(self, "structure", (self.score, self.mask, tuple(likes.items())))
-        object.__setattr__(self, "_hash", hash(self.structure))
-        named = {f"score.{name}": tensor for name, tensor in tensors.items()}
-        object.__setattr__(self, "arrays", named if self.blocks is None else named | {BLOCK_MAP: self.blocks})
-        bare = all(isinstance(x, TensorLike) for x in tensors.values()) and self.blocks is None
-        if self.blocks is not None and self.made_for is None:
-            object.__setattr__(self, "made_for", sizes_of(self.blocks))
-        described = self if bare else _described(self.score, self.mask, self.file, self.made_for, **likes)
-        object.__setattr__(self, "described", described)
+    def __init__(
+        self, score: str = "x", mask: str = "true", tensors: Mapping[str, Any] = MappingProxyType({}), file: str = "",
+        blocks: Any = None, made_for: Sizes | None = None,
+    ):  # fmt: skip
+        score, mask = _expression("score", score), _expression("mask", mask)
+        tensors = MappingProxyType(dict(tensors))
+        likes = {name: _checked(name, tensor) for name, tensor in tensors.items()}
+        if blocks is not None and made_for is None:
+            made_for = sizes_of(blocks)
+        structure = score, mask, tuple(likes.items())
+        arrays = {f"score.{name}": tensor for name, tensor in tensors.items()}
+        if blocks is not None:
+            arrays[BLOCK_MAP] = blocks
+        vars(self).update(score=score, mask=mask, tensors=tensors, file=file, blocks=blocks, made_for=made_for)
+        vars(self).update(structure=structure, arrays=arrays, _hash=hash(structure))
+        bare = blocks is None and all(isinstance(x, TensorLike) for x in tensors.values())
+        vars(self)["described"] = self if bare else _described(score, mask, file, made_for, **likes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Score.{name} cannot be changed: construct another Score")
 
     @property
     def changes(self) -> bool:
@@ -124,8 +109,11 @@ class Score:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
+    def __reduce__(self) -> tuple[Any, ...]:
         return Score, (self.score, self.mask, dict(self.tensors), self.file, self.blocks, self.made_for)
+
+    def __repr__(self) -> str:
+        return f"Score({self.score!r}, {self.mask!r}, {dict(self.tensors)!r})"
 
     def __str__(self) -> str:
         shown = [self.score] if self.changes or not self.hides else []
@@ -138,7 +126,7 @@ class Score:
 
     def with_blocks(self, blocks: Any) -> Score:
         """A copy with the block map that `sandbox.block_map` returned, so that calls do not compute one."""
-        return dataclasses.replace(self, blocks=blocks, made_for=None)
+        return Score(self.score, self.mask, self.tensors, self.file, blocks)
 
     def as_json(self) -> dict[str, Any]:
         """A row for `from_json`, with shapes and dtypes of the tensors instead of their elements."""
@@ -171,7 +159,33 @@ class Score:
             raise SpecError(
                 f"score {path}: it must define score: a sandbox.Score, or a function of a Problem that returns one"
             )
-        return dataclasses.replace(found, file=str(path.resolve()))
+        return cls(found.score, found.mask, found.tensors, str(path.resolve()), found.blocks, found.made_for)
+
+
+def _expression(name: str, text: Any) -> str:
+    """The expression `name` of a score. Raises SpecError."""
+    if not isinstance(text, str) or not text.strip():
+        raise SpecError(f"Score: {name}={text!r} must be an expression in CUDA C++, such as {_SUCH_AS[name]!r}")
+    if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
+        raise SpecError(f"Score: {name}={text!r} must not contain NUL or surrogate characters")
+    return text.strip()
+
+
+def _checked(name: Any, tensor: Any) -> TensorLike:
+    """Shape and dtype of a tensor that a score reads as `name`. Raises SpecError."""
+    if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
+        raise SpecError(
+            f"Score: a tensor cannot be called {name!r}: use an identifier that is neither a C++ keyword nor "
+            f"one of {', '.join((*VARIABLES, *FUNCTIONS))}"
+        )
+    like = like_of(tensor)
+    if like.dtype not in DTYPES:
+        raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
+    if not like.shape:
+        raise SpecError(f"Score: tensor {name} has no dimension: reshape it to (1,) and read {name}(0)")
+    if len(like.shape) > MOST_DIMENSIONS:
+        raise SpecError(f"Score: tensor {name} has shape {like.shape}: at most four dimensions are supported")
+    return like
 
 
 @lru_cache(maxsize=256)

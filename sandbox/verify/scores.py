@@ -127,8 +127,8 @@ def option_values(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
         numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
         found["descale"] = tuple(tensors.get(f"descale_{x}", n) for x, n in numbers)
     if p.score:
-        own = {name: tensors[f"score.{name}"] for name in p.score.tensors}
-        found["score"] = dataclasses.replace(p.score, tensors=own)
+        own, s = {name: tensors[f"score.{name}"] for name in p.score.tensors}, p.score
+        found["score"] = Score(s.score, s.mask, own, s.file, s.blocks, s.made_for)
     return {"causal": p.causal, "scale": p.scale, **found}
 
 

@@ -234,7 +234,8 @@ def test_a_map_of_another_problem_is_refused(name: str, planned: bool) -> None:
         if planned:
             sandbox.attention_forward(*arrays, score=fitting)
         assert fitting.made_for == (wrong.B, wrong.H, wrong.Sq, wrong.Sk)
-        for variant in (score, pickle.loads(pickle.dumps(score)), dataclasses.replace(score, file="elsewhere")):
+        elsewhere = Score(score.score, score.mask, score.tensors, "elsewhere", score.blocks)
+        for variant in (score, pickle.loads(pickle.dumps(score)), elsewhere):
             with pytest.raises(UnsupportedProblem, match="score has a block map"):
                 sandbox.attention_forward(*arrays, score=variant)
         tensors = [torch.from_numpy(x) for x in arrays]
