@@ -94,12 +94,9 @@ def known(library: Library, which: str, options: Options, arrays: tuple[Any, ...
         return None
     for same_signature, pointer, plan, requires_grad, latent in routes:
         if same_signature(*arrays):
-            addresses = []
-            for array in arrays:
-                address = pointer(array)
-                if address % ALIGNED or not address:
-                    return None
-                addresses.append(address)
+            addresses = [*map(pointer, arrays)]
+            if reduce(or_, addresses) % ALIGNED or 0 in addresses:
+                return None
             if latent and not _latent(which, addresses):
                 continue
             return plan, addresses, requires_grad

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import call
 from typing import Any, Protocol
 
 from ..core import log, registry
@@ -159,8 +160,8 @@ def _plan(
     new_scratch = library.allocator(like, (size,), (1,), "float32")
 
     def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
-        made = tuple([allocate() for allocate in allocators])
-        addresses = *addresses, *[pointer(result) for result in made]
+        made = tuple(map(call, allocators))
+        addresses = *addresses, *map(pointer, made)
         if offsets:
             memory = new_scratch()  # its memory is freed in stream order
             start = pointer(memory)

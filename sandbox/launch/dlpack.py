@@ -39,8 +39,8 @@ _WORDS = {"float8_e4m3fn": "float8_e4m3", "float8_e4m3": "float8_e4m3 with infin
 class _NumPy(Library):
     name = "NumPy"
 
-    def signature(self, array: np.ndarray) -> Hashable:
-        return type(array), array.shape, array.strides, array.dtype  # some subclasses are rejected, see `library_of`
+    def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+        return tuple(map(_NUMPY_KIND, arrays))  # with the type: some subclasses are rejected, see `library_of`
 
     def pointer(self, array: np.ndarray) -> int:
         return array.ctypes.data
@@ -69,8 +69,8 @@ class _NumPy(Library):
 class _CuPy(Library):
     name = "CuPy"
 
-    def signature(self, array: Any) -> Hashable:
-        return array.shape, array.strides, array.dtype, array.device.id
+    def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
+        return tuple(map(_CUPY_KIND, arrays))
 
     def pointer(self, array: Any) -> int:
         return array.data.ptr
@@ -203,8 +203,9 @@ class _PyTorch(Library):
         return sys.modules["torch"]._C._len_torch_dispatch_stack, sys.modules["torch"].autograd.forward_ad
 
     def no_dispatch_modes(self) -> bool:
-        """No compiler, dispatch mode or forward-mode AD level is active."""
-        if sys.modules["torch"].compiler.is_compiling():  # checked first: the compiler cannot trace a cached_property
+        """No compiler, dispatch mode or forward-mode AD level is active. Tracers other than Dynamo have a mode."""
+        # Checked first, because Dynamo cannot trace a cached_property.
+        if sys.modules["torch"].compiler.is_dynamo_compiling():
             return False
         modes, forward_ad = self._modes
         return not (modes() > 0 or forward_ad._current_level >= 0)
@@ -237,8 +238,11 @@ class _Capsule(Library):
     def materialise(self, *arrays: Any) -> tuple[Any, ...]:
         return tuple(self.view(array) if library_of(array) is self else array for array in arrays)
 
-    def signature(self, array: ArrayView) -> Hashable:
-        return array.shape, array.strides, array.dtype, array.device, type(array.owner[0])
+    def signatures(self, arrays: Sequence[ArrayView]) -> tuple[Hashable, ...]:
+        return tuple((x.shape, x.strides, x.dtype, x.device, type(x.owner[0])) for x in arrays)
+
+    def same_signature(self, *arrays: Any) -> None:
+        """A call has the arrays, not their views."""
 
     def pointer(self, array: ArrayView) -> int:
         return array.pointer
@@ -296,6 +300,8 @@ class _Capsule(Library):
         )
 
 
+_NUMPY_KIND = attrgetter("__class__", "shape", "strides", "dtype")
+_CUPY_KIND = attrgetter("shape", "strides", "dtype", "device.id")
 _TORCH_KIND = attrgetter("shape", "dtype", "device")
 _TORCH = _PyTorch()
 _KNOWN = {"numpy": _NumPy(), "cupy": _CuPy(), "torch": _TORCH}

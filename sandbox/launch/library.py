@@ -35,20 +35,21 @@ class Library:
     def same_signature(self, *arrays: Any) -> Callable[..., bool] | None:
         """A fast check whether other arrays differ from these in their addresses only, and whether the library would
         dispatch the operation in the same way as now. None if the library has no such check."""
-        return None
+        types, signatures = [*map(type, arrays)], self.signatures(arrays)
+
+        def same(*others: Any) -> bool:
+            return [*map(type, others)] == types and self.signatures(others) == signatures
+
+        return same
 
     def no_dispatch_modes(self) -> bool:
         """Whether the calling thread has no dispatch mode that `same_signature` does not detect."""
-        return False
-
-    def signature(self, array: Any) -> Hashable:
-        """All properties of the array that a launch depends on, except its address: shape, strides, dtype, device.
-        Raises AttributeError, RuntimeError or TypeError for an array for which no plan can be cached."""
-        raise NotImplementedError
+        return True
 
     def signatures(self, arrays: Sequence[Any]) -> tuple[Hashable, ...]:
-        """The signatures of several arrays."""
-        return tuple(map(self.signature, arrays))
+        """All properties of the arrays that a launch depends on, except their addresses: shapes, strides, dtypes,
+        devices. Raises AttributeError, RuntimeError or TypeError for arrays for which no plan can be cached."""
+        raise NotImplementedError
 
     def pointer(self, array: Any) -> int:
         """Address of the first element."""

@@ -1,4 +1,4 @@
-"""Calls like earlier ones find their plan by what PyTorch says of the tensors; whatever is not alike does not."""
+"""Calls like earlier ones find their plan by a comparison of the arrays; whatever is not alike does not."""
 
 from __future__ import annotations
 
@@ -98,20 +98,42 @@ def path_of(call: Callable[[], Any], array: Any) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": (3, 0)}], ids=["plain", "window"])
-@pytest.mark.parametrize("function", ["attention_forward", "attention", "attention with gradient"])
+@pytest.mark.parametrize(
+    "function",
+    ["attention_forward", "attention", "attention with gradient", "attention_forward of NumPy", "attention of NumPy"],
+)
 def test_the_path_from_a_public_function_to_the_launch(function: str, options: dict) -> None:
     """As in CONTRIBUTING: later calls pass q to at most nine functions, and to no module three times. The first call
     also passes it to validation; few functions are active at the launch."""
-    name, _, gradient = function.partition(" with ")
+    name, _, _ = function.partition(" ")
     q, k, v, _ = tensors()
-    call = lambda: getattr(sandbox, name)(q.requires_grad_(bool(gradient)), k, v, **KERNELS, **options)  # noqa: E731
-    first, _, later = (path_of(call, q) for _ in range(3))
+    if function.endswith("gradient"):
+        q.requires_grad_()
+    if function.endswith("NumPy"):
+        q, k, v = (x.numpy() for x in (q, k, v))
+    first, _, later = (path_of(lambda: getattr(sandbox, name)(q, k, v, **KERNELS, **options), q) for _ in range(3))
     for path in (first[1], later[0], later[1]):
         assert 0 < len(path) <= 9, path
         modules = [module for module, _ in groupby(name.partition(".")[0] for name in path)]
         assert max(map(modules.count, modules)) <= 2, path
     assert {"dispatch.known", "plan.plan"} <= {*later[0]}
     assert "dispatch._make_plan" in first[0]
+
+
+def test_a_route_of_one_library_is_none_for_another() -> None:
+    """Also within one call: a check of NumPy arrays is not confused by tensors, nor that of tensors by arrays."""
+    given = tensors(torch.float32)[:3]
+    arrays = [x.numpy() for x in given]
+    expected = sandbox.attention_forward(*arrays, **KERNELS)[0]
+    for _ in range(3):
+        for q, k, v in (given, arrays):
+            out, _ = sandbox.attention_forward(q, k, v, **KERNELS)
+            assert type(out) is type(q)
+            assert (expected == (out.numpy() if q is given[0] else out)).all()
+    assert routes() == 2
+    for mixed in ((arrays[0], *given[1:]), (given[0], *arrays[1:])):
+        with pytest.raises(UnsupportedProblem, match="pass arrays of one library"):
+            sandbox.attention_forward(*mixed, **KERNELS)
 
 
 CHANGES = {
