@@ -29,9 +29,8 @@ from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
-    from .api.append_kv import append_kv
     from .api.block_map import block_map
-    from .api.call import call
+    from .api.call import append_kv, call
     from .api.rotation import rotate
     from .api.torch_slot import use_in_torch
     from .core.kernel import Kernel
@@ -53,7 +52,7 @@ _LATER = {
     "Kernel": ".core.kernel",
     "Problem": ".core.problem",
     "Tile": ".core.tile",
-    "append_kv": ".api.append_kv",
+    "append_kv": ".api.call",
     "block_map": ".api.block_map",
     "call": ".api.call",
     "compile": ".engine.pipeline",
