@@ -29,8 +29,7 @@ from .core.score import Score
 
 if TYPE_CHECKING:
     from . import reference
-    from .api.block_map import block_map
-    from .api.call import append_kv, call
+    from .api.call import append_kv, block_map, call
     from .api.rotation import rotate
     from .api.torch_slot import use_in_torch
     from .core.kernel import Kernel
@@ -53,7 +52,7 @@ _LATER = {
     "Problem": ".core.problem",
     "Tile": ".core.tile",
     "append_kv": ".api.call",
-    "block_map": ".api.block_map",
+    "block_map": ".api.call",
     "call": ".api.call",
     "compile": ".engine.pipeline",
     "kernels": ".core.registry",

@@ -1,3 +1,3 @@
 """The public functions: attention, its gradients, and its operators in PyTorch."""
 
-__all__ = ["attention", "block_map", "call", "dispatch", "rotation", "torch_slot"]
+__all__ = ["attention", "call", "dispatch", "rotation", "torch_slot"]
