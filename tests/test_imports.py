@@ -179,7 +179,6 @@ def test_one_module_for_array_libraries() -> None:
             "bench.reading",
             "bench.timing",
             "api.torch_autograd",
-            "api.torch_call",
             "bench.operations",
             "api.torch_ops",
             "api.torch_graphs",

@@ -55,12 +55,12 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
             f"call({name!r}) without inputs is not supported: pass the arrays that the kernel reads"
         )
     if library_of(inputs[0]).requires_grad(*inputs):
-        from .torch_call import recorded
+        from .torch_autograd import recorded_call
 
         kernel = registry.get(name)
         backward = gradient_of(kernel)
         forward, gradient = (lambda x: run(name, x, tile, backend)), (lambda x: run(backward.name, x, None, backend))
-        outputs = recorded(forward, gradient, operation_of(kernel), operation_of(backward), inputs)
+        outputs = recorded_call(forward, gradient, operation_of(kernel), operation_of(backward), inputs)
     else:
         outputs = run(name, inputs, tile, backend)
     return outputs[0] if len(outputs) == 1 else outputs

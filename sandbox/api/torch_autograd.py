@@ -1,10 +1,11 @@
 """Attention of plain PyTorch tensors for autograd, without PyTorch's dispatcher, which takes three times as long. Calls
 that PyTorch has to intercept (tensor subclasses, dispatch modes, torch.func, tracing) go to the operators of
-`torch_ops`. Imported on demand.
+`torch_ops`. Also the gradients of `sandbox.call`. Imported on demand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..core.errors import UnsupportedProblem
 from ..core.limits import GRADIENT_D
+from ..core.operation import Operation
 from ..launch.dlpack import library_of
 from .dispatch import Found, known, run_backward, run_forward
 from .options import (
@@ -121,3 +123,41 @@ class _Attention(torch.autograd.Function):
 # Skips the checks of torch.autograd.Function for torch.func, which take a quarter of the time of recording a call. It
 # is used only with a route, and no route is found under torch.func.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
+
+
+# ---- sandbox.call
+
+_Run = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # from inputs to outputs
+
+
+def recorded_call(
+    run: _Run, run_backward: _Run, operation: Operation, gradient: Operation, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The outputs of `run`, which computes `operation`, recorded by autograd. `run_backward` computes `gradient`."""
+    return _Call.apply(run, run_backward, operation, gradient, *inputs)
+
+
+class _Call(torch.autograd.Function):
+    """The backward is the kernel that the Operation names."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Run, run_backward: _Run, operation: Operation, gradient: Operation, *inputs: Any
+    ) -> tuple[Any, ...]:
+        outputs = run(inputs)
+        tensors = dict(zip((*operation.inputs, *operation.outputs), (*inputs, *outputs), strict=True))
+        kept = [name for name in tensors if name in gradient.inputs]
+        ctx.save_for_backward(*(tensors[name] for name in kept))
+        ctx.kept, ctx.operation, ctx.gradient, ctx.run_backward = kept, operation, gradient, run_backward
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        tensors = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+        tensors |= {f"d{name}": dy for name, dy in zip(ctx.operation.outputs, gradients, strict=True)}
+        given = tuple(tensors[name].contiguous() for name in ctx.gradient.inputs)
+        found = dict(zip(ctx.gradient.outputs, ctx.run_backward(given), strict=True))
+        own = (found.get(f"d{name}") for name in ctx.operation.inputs)
+        return None, None, None, None, *own
