@@ -182,7 +182,6 @@ def test_one_module_for_array_libraries() -> None:
             "bench.operations",
             "api.torch_ops",
             "api.torch_graphs",
-            "api.torch_nested",
             "api.torch_slot",
         },
     )

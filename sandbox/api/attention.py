@@ -110,10 +110,10 @@ def attention(
     else:
         opts, arrays = plain_options(causal, scale), ()
     if getattr(q, "is_nested", False):
-        from . import torch_nested
+        from . import torch_autograd
 
-        arrays, opts = torch_nested.packed((q, k, v), arrays, opts)
-        out, lse = (torch_nested.nested_as(q, x) for x in _attend(arrays, opts, True))
+        arrays, opts = torch_autograd.packed_nested((q, k, v), arrays, opts)
+        out, lse = (torch_autograd.nested_as(q, x) for x in _attend(arrays, opts, True))
     else:
         out, lse = _attend((q, k, v, *arrays), opts, return_lse)
     return (out, lse) if return_lse else out

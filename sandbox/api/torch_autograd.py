@@ -1,6 +1,6 @@
 """Attention of plain PyTorch tensors for autograd, without PyTorch's dispatcher, which takes three times as long. Calls
 that PyTorch has to intercept (tensor subclasses, dispatch modes, torch.func, tracing) go to the operators of
-`torch_ops`. Also the gradients of `sandbox.call`. Imported on demand.
+`torch_ops`. Also nested tensors, and the gradients of `sandbox.call`. Imported on demand.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .options import (
     constants,
     for_backward,
     no_derivative,
+    ragged,
     replace,
 )
 from .torch_ops import Results, backward, batched, forward, or_zeros
@@ -123,6 +124,41 @@ class _Attention(torch.autograd.Function):
 # Skips the checks of torch.autograd.Function for torch.func, which take a quarter of the time of recording a call. It
 # is used only with a route, and no route is found under torch.func.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
+
+
+# ---- jagged nested tensors, whose offsets are cu_seqlens
+
+
+def packed_nested(
+    qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], options: Options
+) -> tuple[tuple[Any, ...], Options]:
+    """(arrays, options) of the ragged batch in nested tensors (B, heads, j, D), j being the ragged dimension. They must
+    be transposes of (B, j, heads, D) without gaps between sequences. Raises UnsupportedProblem for others."""
+    q, k, v = (_packed(name, x) for name, x in zip("qkv", qkv, strict=True))
+    if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
+        raise UnsupportedProblem(
+            "k and v are nested tensors of different lengths: they must be the same in each batch entry"
+        )
+    offsets = q.offsets().to(torch.int32), k.offsets().to(torch.int32)
+    options, arrays = ragged(options, arrays, offsets, (None, None))
+    return (*(x.values().transpose(0, 1)[None] for x in (q, k, v)), *arrays), options
+
+
+def nested_as(q: Tensor, x: Tensor) -> Tensor:
+    """out or lse, (1, heads, rows, …), nested as q is."""
+    offsets = q.transpose(1, 2).offsets()
+    return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), offsets=offsets).transpose(1, 2)
+
+
+def _packed(name: str, x: Tensor) -> Tensor:
+    if not (isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged and x.dim() == 4):
+        raise UnsupportedProblem(f"{name} must be a nested tensor like q, (B, heads, j, D), with layout torch.jagged")
+    packed = x.transpose(1, 2)
+    if packed._ragged_idx != 1 or packed.lengths() is not None:
+        raise UnsupportedProblem(
+            f"{name} has gaps, or another ragged dimension: pass the transpose(1, 2) of a nested (B, j, heads, D)"
+        )
+    return packed
 
 
 # ---- sandbox.call
