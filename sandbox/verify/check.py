@@ -22,9 +22,9 @@ from ..reference import errors, max_error
 from ..toolchain import arch as architectures
 from ..toolchain import nvrtc
 from ..toolchain.nvrtc import Resources
-from . import trial
+from . import diagnosis, trial
 from .cases import Case
-from .error_map import ErrorMap
+from .error_map import ErrorMap, index_text
 from .references import Reference, ReferenceOutput
 from .suite import Suite, suite_of
 from .trial import Array
@@ -61,6 +61,7 @@ class Result:
     message: str = ""
     tensor: str = ""
     where: ErrorMap | None = None  # of a wrong output
+    cause: str = ""  # a sentence; "" if none is known, or none was asked for
     sanitize: bool = False  # whether `sanitize` may find the cause
 
 
@@ -76,16 +77,21 @@ class Verifier(Protocol):
 
     def __call__(
         self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
-        report: bool = False,
+        report: bool = False, explain: bool = False,
     ) -> Result: ...  # fmt: skip
 
 
 def run_cases(
     runs: Iterable[tuple[Kernel, Case]], device: Device, tile: Tile | None, verifier: Verifier
 ) -> Iterator[Result]:
-    """`run`: each kernel on its case, timed, with NVRTC's resource report."""
+    """`run`: each kernel on its case, timed, with NVRTC's resource report. The first wrong result of a kernel has a
+    cause."""
+    wrong: set[str] = set()
     for kernel, case in runs:
-        yield verifier(kernel, case, device, tile, repeats=1 if device == HOST else 20, report=True)
+        repeats, explain = 1 if device == HOST else 20, kernel.name not in wrong
+        result = verifier(kernel, case, device, tile, repeats=repeats, report=True, explain=explain)
+        wrong |= {kernel.name} if result.where else set()
+        yield result
 
 
 def named_runs(kernels: Sequence[Kernel], small: bool) -> list[tuple[Kernel, Case]]:
@@ -98,18 +104,22 @@ def named_runs(kernels: Sequence[Kernel], small: bool) -> list[tuple[Kernel, Cas
 def sweep(
     kernels: Iterable[Kernel], device: Device, tile: Tile | None = None, verifier: Verifier | None = None
 ) -> Iterator[Result]:
-    """`check`: every kernel on all its sweep cases."""
+    """`check`: every kernel on all its sweep cases. The first wrong result of a kernel has a cause."""
     for kernel in kernels:
+        explain = True
         for case in suite_of(kernel).sweep_cases(kernel):
-            yield (verifier or verify)(kernel, case, device, tile)
+            result = (verifier or verify)(kernel, case, device, tile, explain=explain)
+            explain = explain and not result.where
+            yield result
 
 
 def verify(
     kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1, report: bool = False,
-    fast: bool = False,
+    explain: bool = False, fast: bool = False,
 ) -> Result:  # fmt: skip
-    """One kernel on one case, compared with the reference. `report` adds NVRTC's resources, also without a GPU. `fast`:
-    with the fast compilation on a GPU, and on either backend without times and resources; raises NoFastCompilation."""
+    """One kernel on one case, compared with the reference. `report` adds NVRTC's resources, also without a GPU.
+    `explain`: runs further problems to find the cause of a wrong result. `fast`: with the fast compilation on a GPU,
+    and on either backend without times and resources; raises NoFastCompilation."""
     suite = suite_of(kernel)
     try:
         expected = suite.reference(case)
@@ -136,6 +146,7 @@ def verify(
     right = verdict.error <= verdict.bound and (verdict.lse_excess or 0) <= 0
     stray = f"memory beside {', '.join(done.stray_writes)} was written" if done.stray_writes else ""
     flops = suite.flops(problem, expected.inputs) if device != HOST else 0
+    where = None if right else _where(suite, verdict.tensor, expected, done)
     result = Result(
         *head,
         ok=right and not done.stray_writes,
@@ -143,7 +154,8 @@ def verify(
         smem_dynamic=max(entry.smem_bytes(problem, chosen) for entry in kernel.entries),
         **vars(verdict),
         message="; ".join(filter(None, (stray, note))),
-        where=None if right else _where(suite, verdict.tensor, expected, done),
+        where=where,
+        cause=_cause(kernel, case, device, chosen, where, fast) if where and explain else "",
         sanitize=not right or bool(done.stray_writes),
     )
     return result if fast else dataclasses.replace(result, **_measured(done, compiled, flops))
@@ -199,6 +211,12 @@ def _where(suite: Suite, worst: str, expected: Reference, done: trial.Trial) -> 
     names = (name for name in dict.fromkeys((worst, *answers)) if name in done.outputs)
     maps = (suite.locate(name, done.outputs[name], answers[name], *about) for name in names)
     return next(filter(None, maps), None)
+
+
+def _cause(kernel: Kernel, case: Case, device: Device, tile: Tile, where: ErrorMap, fast: bool) -> str:
+    """The cause of a wrong result as a sentence; "" if none is known."""
+    said = str(diagnosis.diagnose(kernel, case, device, tile, fast=fast))
+    return f"{where.name} on {case.name}, first wrong at {index_text(where.first)}: {said}." if said else ""
 
 
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:

@@ -103,13 +103,14 @@ def _describe(
     said = [f"Row{'s' if rows.size > 1 else ''} {_ranges(rows)}"] if rows.size else []
     said += ["; ".join(patterns)] if patterns else []
     return (
-        f"{name} is wrong in {bad.sum()} of {bad.size} elements{nan}, first at {_index(first)}: "
-        f"{got[first]:.4g} instead of {ref[first]:.4g}; worst at {_index(worst)}: "
+        f"{name} is wrong in {bad.sum()} of {bad.size} elements{nan}, first at {index_text(first)}: "
+        f"{got[first]:.4g} instead of {ref[first]:.4g}; worst at {index_text(worst)}: "
         f"{got[worst]:.4g} instead of {ref[worst]:.4g}.{' ' if said else ''}{': '.join(said)}{'.' if said else ''}"
     )
 
 
-def _index(at: tuple[int, ...]) -> str:
+def index_text(at: tuple[int, ...]) -> str:
+    """An index (b, h, row, column), or a prefix of it, as text."""
     axes = ("h",) if len(at) == 1 else ("b", "h", "row", "column")
     return ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=False))
 
@@ -213,6 +214,6 @@ def draw(found: ErrorMap, title: str, prefix: Path | str) -> list[Path]:
             side.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("column")
         axis.set_ylabel("row (dotted: tile boundaries)")
-        axis.set_title(f"{title}: {found.name} at {_index(found.worst[:2])}", loc="left")
+        axis.set_title(f"{title}: {found.name} at {index_text(found.worst[:2])}", loc="left")
         figure.colorbar(shown, ax=axis, label="|error| / bound; red exceeds the bound")
         return picture.save(figure, prefix)

@@ -30,6 +30,7 @@ class _Job(NamedTuple):
     tile: Tile | None
     repeats: int
     report: bool
+    explain: bool
 
 
 class IsolatedRunner:
@@ -52,14 +53,14 @@ class IsolatedRunner:
 
     def verify(
         self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
-        report: bool = False,
+        report: bool = False, explain: bool = False,
     ) -> Result:  # fmt: skip
         """One kernel on one case, without a time limit."""
         where = kernel.name, case.name, case.problem, device[0]
         if self._crashes[kernel.name] >= _MAX_CRASHES:
             return Result(*where, ok=None, message=NOT_TRIED)
         try:
-            result, printed = self._worker.do(_Job(kernel.name, case, device, tile, repeats, report))
+            result, printed = self._worker.do(_Job(kernel.name, case, device, tile, repeats, report, explain))
         except WorkerDied as death:
             printed = death.printed
             message = f"its process ended: {death}, while {death.stage}"
@@ -77,7 +78,8 @@ def _run_job(job: _Job, report_stage: ReportStage) -> tuple[Result, bool]:
     with suppress(SandboxError):  # `verify` reports it
         suite_of(kernel).reference(job.case)
     report_stage("running it", None)
-    result = verify(kernel, job.case, job.device, job.tile, repeats=job.repeats, report=job.report)
+    how = {"repeats": job.repeats, "report": job.report, "explain": job.explain}
+    result = verify(kernel, job.case, job.device, job.tile, **how)  # type: ignore[arg-type]
     return result, device_usable(job.device)
 
 

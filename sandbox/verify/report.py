@@ -162,4 +162,5 @@ def _reason(r: Result) -> str:
     lse = "" if r.lse_excess is None else "LSE ok"
     if r.lse_excess is not None and r.lse_excess > 0:
         lse = f"LSE exceeds its bound by {_error(r.lse_excess)}"
-    return "; ".join(filter(None, (numbers, lse, r.message))) + (f"\n{r.where.text}" if r.where else "")
+    head = "; ".join(filter(None, (numbers, lse, r.message)))
+    return "\n".join(filter(None, (head, r.cause, r.where.text if r.where else "")))

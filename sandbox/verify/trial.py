@@ -38,26 +38,27 @@ class Trial:
 
 
 def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Array], device: Device, *,
-           repeats: int = 1, before: Callable[[], None] = lambda: None, fast: bool = False) -> Trial:  # fmt: skip
+           repeats: int = 1, before: Callable[[], None] = lambda: None, fast: bool = False,
+           fill: int = 0xFF) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays; `inputs` by the names in the spec's `args`, including O for a backward.
 
     Before the launch every byte of the outputs, of guard memory around them, and of scratch is NaN; an output that is
     also an input has the input's values. If an input has
     gaps between its rows, the rows of the outputs have gaps, too. `before` is called before each launch. `seconds` is
     the median of `repeats` launches after the first: GPU time between events, or wall-clock time on the CPU backend.
-    `fast`: as for `pipeline.load`; then `seconds` means nothing.
+    `fast`: as for `pipeline.load`; then `seconds` means nothing. `fill`: the byte of the outputs before the launch.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
     suite = suite_of(kernel)
     made = {
-        name: _between_rows(*what, gap) if name in suite.strided else _contiguous(*what)
+        name: _between_rows(*what, gap, fill) if name in suite.strided else _contiguous(*what, fill)
         for name, what in suite.outputs(problem).items()
     }
     shapes = {name: shape for name, (shape, _) in suite.outputs(problem).items()}
     outputs = {name: memory[inner].reshape(shapes[name]) for name, (memory, inner) in made.items()}
     for name in outputs.keys() & inputs.keys():
         outputs[name][...] = inputs[name]
-    scratch = {name: _filled(shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
+    scratch = {name: _filled(shape, "float32", 0xFF) for name, shape in scratch_of(kernel, problem, tile).items()}
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
         prepared = pipeline.prepare(kernel, tile, problem, views, device, fast=fast)
@@ -70,7 +71,7 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         seconds = _gpu_time(prepared, prepared.pointers(staged), repeats, before)
         for name in outputs:
             staged[name].fetch()
-    stray_writes = tuple(name for name, (memory, inner) in made.items() if _guard_changed(memory, inner))
+    stray_writes = tuple(name for name, (memory, inner) in made.items() if _guard_changed(memory, inner, fill))
     return Trial(prepared, outputs, stray_writes, seconds)
 
 
@@ -84,30 +85,30 @@ _GAP = 8  # columns; preserves the 16-byte alignment of rows
 _Index = tuple[slice | EllipsisType, ...]  # of an output inside its guarded memory
 
 
-def _between_rows(shape: tuple[int, ...], dtype: str, gap: int) -> tuple[Array, _Index]:
+def _between_rows(shape: tuple[int, ...], dtype: str, gap: int, fill: int) -> tuple[Array, _Index]:
     """Memory for a (B, H, S, D) output, with guard elements: a row before and after each head's rows, and `gap`
     columns."""
     B, H, S, D = shape
-    return _filled((B, H, S + 2, D + gap), dtype), (..., slice(1, -1), slice(D))
+    return _filled((B, H, S + 2, D + gap), dtype, fill), (..., slice(1, -1), slice(D))
 
 
-def _contiguous(shape: tuple[int, ...], dtype: str) -> tuple[Array, _Index]:
+def _contiguous(shape: tuple[int, ...], dtype: str, fill: int) -> tuple[Array, _Index]:
     """Memory for a contiguous output, with guard elements before and after: an entry of the first dimension, rounded up
     to a multiple of 64 elements, which preserves the alignment."""
     count, guard = math.prod(shape), -(-max(math.prod(shape[1:]), 1) // 64) * 64
-    return _filled((count + 2 * guard,), dtype), (slice(guard, guard + count),)
+    return _filled((count + 2 * guard,), dtype, fill), (slice(guard, guard + count),)
 
 
-def _guard_changed(memory: Array, inner: _Index) -> bool:
+def _guard_changed(memory: Array, inner: _Index, fill: int) -> bool:
     guard = np.ones(memory.shape, bool)
     guard[inner] = False
-    return bool((memory[guard].view(np.uint8) != 0xFF).any())
+    return bool((memory[guard].view(np.uint8) != fill).any())
 
 
-def _filled(shape: tuple[int, ...], dtype: str) -> Array:
-    """An array of NaN: every byte is 0xFF."""
+def _filled(shape: tuple[int, ...], dtype: str, fill: int) -> Array:
+    """An array with every byte `fill`; 0xFF is NaN."""
     array = np.empty(shape, dlpack.numpy_dtype(dtype))
-    array.view(np.uint8)[...] = 0xFF
+    array.view(np.uint8)[...] = fill
     return array
 
 

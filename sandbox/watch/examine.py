@@ -207,7 +207,8 @@ def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tupl
     if broken := next((r for r in results if r.ok is False and r.error is None), None):
         return "run", broken.message
     if any(r.ok is False for r in results):
-        return "wrong", next(r.where.text if r.where else r.message for r in results if r.ok is False)
+        wrong = next(r for r in results if r.ok is False)
+        return "wrong", "\n".join(filter(None, (wrong.cause, wrong.where.text))) if wrong.where else wrong.message
     return ("ok", "") if any(r.ok for r in results) else ("refused", results[0].message)
 
 
@@ -323,7 +324,7 @@ def _verify(
     kernel: Kernel, trials: _Trials, job: Job, report_stage: ReportStage, *, fast: bool = False
 ) -> tuple[Result, ...]:
     """Verifies every case, up to the first that fails to run. `fast`: as for `check.verify`."""
-    results = []
+    results: list[Result] = []
     report_stage("waiting for the GPU", COMPILE_SECONDS)
     with _turn(job):
         for i, (case, tile) in enumerate(trials):
@@ -331,7 +332,8 @@ def _verify(
             suite_of(kernel).reference(case)
             report_stage(f"running {case.problem}", job.seconds)
             repeats = REPEATS if i == 0 and job.device != HOST and not fast else 1
-            results.append(check.verify(kernel, case, job.device, tile, repeats=repeats, fast=fast))
+            explain = not any(r.where for r in results)
+            results.append(check.verify(kernel, case, job.device, tile, repeats=repeats, explain=explain, fast=fast))
             if results[-1].ok is False and results[-1].error is None:
                 break
     return tuple(results)

@@ -1,0 +1,348 @@
+"""Names the cause of a wrong result: which property of the problem the fault depends on, and which weights are wrong.
+
+After a failure, a few small problems are run with the same binary: full tiles, one tile, a partial key or query tile,
+several heads, other strides. The smallest problem that is still wrong is run with one-hot values, which shows the
+attention weights that the kernel applies (see `weights`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.errors import SandboxError
+from ..core.kernel import Kernel
+from ..core.problem import Problem
+from ..core.tile import Tile
+from ..launch.dlpack import Device
+from ..reference import attention, errors
+from . import trial, weights
+from .cases import Array, Case, make_inputs
+from .suite import suite_of
+from .weights import Weights
+
+_BUDGET_SECONDS = 2.0
+_LONGEST = 512  # rows or keys of a probe
+_HEADS = r"h / group|/ group|kv_head|blockIdx\.[yz]|\bh\b.*\bb\b"
+_SYNC = r"__syncthreads|wait|stage_of|acquire"
+_STORE = r"O\.row|query_row >=|head\.Sq|LSE\["
+
+
+class Probe(NamedTuple):
+    """A small problem, with the property in which it differs from the simplest one."""
+
+    case: Case
+    condition: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The cause of a wrong result, "" if none is known; the condition under which it occurs; where to look."""
+
+    cause: str = ""
+    condition: str = ""
+    places: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = "; ".join(filter(None, (self.cause, self.condition)))
+        look = f"; look at {', '.join(self.places)}" if self.places else ""
+        return f"{said}{look}" if said else ""
+
+
+def supported(kernel: Kernel, p: Problem) -> bool:
+    """Whether a wrong result of this kernel can be examined: a forward without score options on dense batches."""
+    return kernel.computes == "forward" and p.plain and p.Dv == p.D and not (p.ragged or p.page_size or p.float8)
+
+
+def diagnose(kernel: Kernel, case: Case, device: Device, tile: Tile, *, fast: bool = False) -> Diagnosis:
+    """The cause of a wrong result of `kernel` on a case, as far as it can be told within seconds. Runs the kernel."""
+    if not supported(kernel, case.problem):
+        return Diagnosis()
+    examined = _Examined(kernel, device, tile, fast, time.perf_counter() + _BUDGET_SECONDS)
+    try:
+        with np.errstate(all="ignore"):
+            return _diagnose(examined, case)
+    except SandboxError:  # a probe cannot run: the result is reported without a cause
+        return Diagnosis()
+
+
+@dataclass(frozen=True)
+class _Examined:
+    kernel: Kernel
+    device: Device
+    tile: Tile
+    fast: bool
+    deadline: float
+
+    @property
+    def M(self) -> int:
+        return self.tile.get("BLOCK_M", 64)
+
+    @property
+    def N(self) -> int:
+        return self.tile.get("BLOCK_N", 64)
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def launch(self, problem: Problem, inputs: dict[str, Array], fill: int = 0xFF) -> dict[str, Array]:
+        problem = suite_of(self.kernel).laid_out(problem, inputs)
+        return trial.launch(self.kernel, self.tile, problem, inputs, self.device, fast=self.fast, fill=fill).outputs
+
+    def wrong(self, case: Case) -> dict[str, Array] | None:
+        """The outputs on a case if one of them is wrong."""
+        expected = suite_of(self.kernel).reference(case)
+        outputs = self.launch(case.problem, dict(expected.inputs))
+        bad = any(
+            (~(errors(outputs[n], x.values) <= x.bound)).any() for n, x in expected.outputs.items() if n in outputs
+        )
+        return outputs if bad else None
+
+    def said(self, cause: str, condition: str, pattern: str) -> Diagnosis:
+        source = self.kernel.source
+        found = weights.lines(source.read_text(), pattern) if pattern and cause else ()
+        return Diagnosis(cause, condition, tuple(f"{source.name}:{line}" for line in found))
+
+
+def _simplest(e: _Examined, p: Problem) -> Problem:
+    """One head, whole tiles: at least two of queries and of keys, and Sq = Sk if the tile sizes allow it."""
+    Sq = 2 * e.M
+    Sk = max(2, -(-Sq // e.N)) * e.N
+    return replace(p, B=1, H=1, Hk=1, Sq=min(Sq, _LONGEST), Sk=Sk)
+
+
+def _variations(e: _Examined, case: Case, base: Problem) -> Iterator[Probe]:
+    """Problems that differ from the simplest one in one property of the failing case."""
+    p, S = case.problem, base.Sk
+    if p.Sk % e.N or p.Sk < S:
+        yield Probe(Case("probe", replace(base, Sk=S - e.N // 2 - 1)), "only if the last key tile is partial", "keys")
+    if p.Sq % e.M:
+        partial = replace(base, Sq=base.Sq - e.M // 2 - 1)
+        yield Probe(Case("probe", partial), "only if the last query tile is partial", "queries")
+    if p.Sq != p.Sk:
+        yield Probe(Case("probe", replace(base, Sk=S + e.N)), "only if Sq and Sk differ", "lengths")
+        yield Probe(Case("probe", replace(base, Sq=2 * base.Sq)), "only if there are more queries than keys", "lengths")
+    small = replace(base, Sq=e.M, Sk=e.N)
+    if p.H > 1:
+        yield Probe(Case("probe", replace(small, H=2, Hk=2)), "only with several heads", "heads")
+    if p.B > 1:
+        yield Probe(Case("probe", replace(small, B=2)), "only with several batch entries", "heads")
+    if p.Hk < p.H:
+        yield Probe(Case("probe", replace(small, H=4, Hk=2)), "only if query heads share key/value heads", "heads")
+    if case.layout != "bhsd":
+        strided = replace(small, H=2, Hk=2, B=min(p.B, 2))
+        yield Probe(
+            Case("probe", strided, layout=case.layout), "only if the rows of a head are not contiguous", "strides"
+        )
+    if case.inputs != "normal":
+        condition = _INPUTS.get(case.inputs, f"only with inputs {case.inputs!r}")
+        yield Probe(Case("probe", base, inputs=case.inputs), condition, "inputs")
+
+
+_INPUTS = {
+    "large": "only with large scores",
+    "rising": "only if every key tile raises the row maximum",
+    "nan": "only with NaN in the inputs",
+    "inf": "only with infinities in the inputs",
+}
+
+
+def _diagnose(e: _Examined, case: Case) -> Diagnosis:
+    base = Probe(Case("probe", _simplest(e, case.problem)))
+    outputs = e.wrong(base.case)
+    if outputs is None:
+        for probe in _variations(e, case, base.case.problem):
+            if e.late:
+                return Diagnosis()
+            if (outputs := e.wrong(probe.case)) is not None:
+                return _explain(e, probe, outputs)
+        return Diagnosis()
+    condition = _condition_of_base(e, base.case.problem)
+    return _explain(e, base._replace(condition=condition), outputs)
+
+
+def _condition_of_base(e: _Examined, base: Problem) -> str:
+    """Which simpler problem is correct."""
+    if e.wrong(Case("probe", replace(base, Sq=e.M, Sk=e.N, causal=False))) is None:
+        if base.causal and e.wrong(Case("probe", replace(base, causal=False))) is None:
+            return "only with a causal mask"
+        if e.wrong(Case("probe", replace(base, Sq=e.M, causal=False))) is not None:
+            return "correct if a row has one key tile, wrong with two"
+    return ""
+
+
+def _explain(e: _Examined, probe: Probe, outputs: dict[str, Array]) -> Diagnosis:
+    """The cause on the smallest wrong problem."""
+    if missing := _unwritten(e, outputs, probe):
+        return missing
+    if probe.kind == "inputs" and not all(np.isfinite(x.astype(np.float64)).all() for x in outputs.values()):
+        if probe.case.inputs == "large":
+            return e.said(
+                "exp overflows: the row maximum is not subtracted, or is not the maximum of all keys",
+                probe.condition,
+                weights.EXP,
+            )
+        return e.said("NaN or infinity reaches rows that do not see it", probe.condition, weights.MASK)
+    if probe.kind in ("heads", "strides"):
+        said = _wrong_head(probe.case, outputs) or "the address of a batch entry, head or row"
+        return e.said(said, probe.condition, _HEADS)
+    if columns := _columns(probe.case, outputs):
+        return e.said(columns, probe.condition, r"O\.row|mma_AB|O_smem|pack|column")
+    if other := _wrong_tensor(probe.case, outputs):
+        return e.said(other, probe.condition, r"K_map|V_map|Q_map|\bload|K_smem|V_smem")
+    if e.late:
+        return Diagnosis(condition=probe.condition)
+    cause = weights.cause_of(_measure(e, probe.case))
+    return e.said(cause.what, probe.condition, cause.lines) if cause else Diagnosis(condition=probe.condition)
+
+
+def _unwritten(e: _Examined, outputs: dict[str, Array], probe: Probe) -> Diagnosis | None:
+    """Elements that a launch leaves as they were: NaN or 0, whichever was there before."""
+    if all(np.isfinite(x.astype(np.float64)).all() for x in outputs.values()):
+        return None
+    again = e.launch(probe.case.problem, dict(suite_of(e.kernel).reference(probe.case).inputs), fill=0)
+    for name, x in outputs.items():
+        untouched = np.isnan(x.astype(np.float64)) & (again[name] == 0)
+        if not untouched.any():
+            continue
+        rows = np.unique(np.nonzero(untouched)[2])
+        some = x.ndim == 4 and not untouched.any((0, 1, 2)).all()
+        part = f", columns {_first_run(np.nonzero(untouched.any((0, 1, 2)))[0])}" if some else ""
+        return e.said(
+            f"{name} is not written in {len(rows)} of {x.shape[2]} rows: {_first_run(rows)}{part}",
+            probe.condition,
+            r"LSE\[" if name == "LSE" else _STORE,
+        )
+    problem = replace(probe.case.problem, causal=False)
+    zeros = _zero_scores(replace(probe.case, problem=problem))
+    if (
+        probe.kind not in ("heads", "strides")
+        and zeros is not None
+        and not all(np.isfinite(x.astype(np.float64)).all() for x in e.launch(problem, zeros).values())
+    ):
+        lse = outputs.get("LSE")
+        which = "V" if lse is not None and np.isfinite(lse).all() else "Q or K"
+        said = (
+            f"{which} is read from shared memory before it is written, or from a stage that is never loaded (NaN even "
+            "with K = 0): a missing barrier or wait, or the wrong stage"
+        )
+        return e.said(said, probe.condition, _SYNC)
+    return None
+
+
+def _zero_scores(case: Case) -> dict[str, Array] | None:
+    """Inputs for which no score can overflow: K = 0. None if the inputs are not finite by design."""
+    if case.inputs not in ("normal", "large", "rising"):
+        return None
+    q, k, v = make_inputs(replace(case, inputs="zero_k"))
+    return {"Q": q, "K": k, "V": v}
+
+
+def _first_run(rows: Array) -> str:
+    end = next((i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows))
+    return f"{rows[0]} to {rows[end - 1]}{' and others' if end < len(rows) else ''}"
+
+
+def _columns(case: Case, outputs: dict[str, Array]) -> str:
+    """Columns of O that are wrong while others are correct, and whose column they have."""
+    expected, tolerance = _reference(case)
+    got, ref = outputs["O"].astype(np.float64)[0, 0], expected[0, 0]
+    error = errors(got, ref)
+    wrong, right = (error > tolerance).mean(0) > 0.3, (error > tolerance / 4).mean(0) < 0.02
+    if not wrong.any() or not np.isfinite(got).all():
+        return ""
+    moved = weights.matches(got.T, ref.T)
+    c, count = int(np.nonzero(wrong)[0][0]), int(wrong.sum())
+    if (moved >= 0).all() and moved[c] != c:
+        return f"column {c} of O has the values of column {moved[c]} ({count} of {len(wrong)} columns are wrong)"
+    if right.any() and (right | wrong).all():
+        return f"only columns of O are wrong, the first is {c} ({count} of {len(wrong)}): P V or their store"
+    return ""
+
+
+def _wrong_tensor(case: Case, outputs: dict[str, Array]) -> str:
+    """Which tensor is read in place of another."""
+    p, inputs = case.problem, dict(zip("QKV", make_inputs(case), strict=True))
+    if p.B * p.H > 1:
+        return ""
+    mixed = ("QKK", "QVV", "QVK", *(("QKQ", "QQV", "KKV") if p.Sq == p.Sk else ()))
+    got, (_, tolerance) = outputs["O"].astype(np.float64), _reference(case)
+    for names in mixed:
+        guess, _ = attention(*(inputs[name] for name in names), causal=p.causal, scale=p.scale)
+        if (errors(got, guess) <= tolerance).mean() > 0.98:
+            wrong = [f"{name} is read as {own}" for own, name in zip("QKV", names, strict=True) if own != name]
+            return f"another tensor is read: {' and '.join(wrong)}"
+    return ""
+
+
+def _reference(case: Case) -> tuple[Array, float]:
+    """O of a plain case in float64, and an error that counts as wrong."""
+    q, k, v = make_inputs(case)
+    p = case.problem
+    out, _ = attention(q, k, v, causal=p.causal, scale=p.scale)
+    return out, 0.02 * float(np.nanmax(abs(out)))
+
+
+def _wrong_head(case: Case, outputs: dict[str, Array]) -> str:
+    """Which head or batch entry of Q, K or V a wrong head reads."""
+    p = case.problem
+    q, k, v = (x.astype(np.float64) for x in make_inputs(case))
+    out, tolerance = _reference(case)
+    got = outputs["O"].astype(np.float64)
+
+    def alike(b: int, h: int, of_q: tuple[int, int], of_k: tuple[int, int], of_v: tuple[int, int]) -> bool:
+        Q, K, V = (x[b : b + 1, h : h + 1] for x, (b, h) in ((q, of_q), (k, of_k), (v, of_v)))
+        guess, _ = attention(Q, K, V, causal=p.causal, scale=p.scale)
+        return bool((errors(got[b, h], guess[0, 0]) <= tolerance).mean() > 0.95)
+
+    for b, h in np.ndindex(p.B, p.H):
+        if (errors(got[b, h], out[b, h]) <= tolerance).all():
+            continue
+        own = (b, h // p.group)
+        others: list[Any] = [*np.ndindex(p.B, p.Hk)]
+        for of_k, of_v in itertools.product(others, others):
+            if (of_k, of_v) != (own, own) and alike(b, h, (b, h), of_k, of_v):
+                which = "K and V" if of_k == of_v else "V" if of_k == own else "K"
+                other = of_v if of_k == own else of_k
+                return (
+                    f"query head {h} of batch entry {b} reads {which} of key/value head {other[1]}, batch entry "
+                    f"{other[0]}, instead of {own[1]}, {own[0]}"
+                )
+        for other in np.ndindex(p.B, p.H):
+            if other != (b, h) and alike(b, h, other, own, own):
+                return f"head {h} of batch entry {b} reads Q of head {other[1]}, batch entry {other[0]}"
+            if other != (b, h) and (errors(got[b, h], out[other]) <= tolerance).mean() > 0.95:
+                return f"O of head {h}, batch entry {b} is that of head {other[1]}, batch entry {other[0]}"
+    return ""
+
+
+def _measure(e: _Examined, case: Case) -> Weights:
+    """The weights of a problem with one head: one launch for every D keys."""
+    p = case.problem
+    q, k, _ = make_inputs(case)
+    got = np.zeros((p.Sq, p.Sk))
+    for first in range(0, p.Sk, p.Dv):
+        v = np.zeros((1, 1, p.Sk, p.Dv), q.dtype)
+        count = min(p.Dv, p.Sk - first)
+        v[0, 0, first + np.arange(count), np.arange(count)] = 1
+        outputs = e.launch(p, {"Q": q, "K": k, "V": v})
+        got[:, first : first + count] = outputs["O"].astype(np.float64)[0, 0, :, :count]
+    Q, K = (x.astype(np.float64)[0, 0] for x in (q, k))
+    expected, lse = attention(q, k, np.eye(p.Sk)[None, None], causal=p.causal, scale=p.scale)
+    cut = [slice(c, c + 16) for c in range(0, p.D, 16)]
+    parts = np.zeros((len(cut), len(cut), p.Sq, p.Sk))
+    for (x, c), (y, d) in itertools.product(enumerate(cut), enumerate(cut)):
+        if Q[:, c].shape == Q[:, d].shape:
+            parts[x, y] = Q[:, c] @ K[:, d].T * p.scale
+    scores = Q @ K.T * p.scale
+    i, j = np.arange(p.Sq)[:, None], np.arange(p.Sk)[None]
+    seen = (j <= i + p.diagonal) if p.causal else np.ones((p.Sq, p.Sk), bool)
+    written = outputs["LSE"].astype(np.float64)[0, 0] if "LSE" in outputs else lse[0, 0]
+    return Weights(got, expected[0, 0], written, lse[0, 0], scores, parts, seen, e.M, e.N)
