@@ -1,5 +1,5 @@
 // The ideas of fwd_wgmma.cu as switches (OFF, ON): hopper_ladder.py defines them, run.py enables one after another.
-// The first steps are hopper_plain.cu, which is also the introduction to the barriers.
+// The first steps are kernels_cu/course/hopper_plain.cu, which is also the introduction to the barriers.
 //
 // clang-format off
 //   OVERLAP       Q K^T of a key tile is issued together with P V of the previous one

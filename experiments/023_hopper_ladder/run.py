@@ -26,6 +26,7 @@ PROBLEMS = [
     for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
 ]
 registry.add(HERE)
+registry.add(registry.FOLDER / "course")  # hopper_plain
 STEPS = (*PLAIN, *LADDER)
 OTHERS = {"fwd_wgmma": "the kernel itself: its tile is chosen for the problem", "sdpa-cudnn": "PyTorch's kernel"}
 
