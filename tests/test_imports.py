@@ -17,7 +17,7 @@ from project import ROOT
 # Lowest layer first: a folder imports only from folders earlier in this list.
 ORDER = (
     "core", "reference", "toolchain", "launch", "cpu", "engine", "api", "integrations", "jobs", "verify", "bench",
-    "tune", "watch", "disassembly", "profile", "timeline", "pages", "scaffold",
+    "tune", "watch", "disassembly", "profile", "timeline", "pages", "scaffold", "course",
     "cli",
 )  # fmt: skip
 LOOSE = {"__init__", "__main__", "spec"}  # modules in sandbox/ itself

@@ -106,6 +106,7 @@ def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
         Case("edges", of(1, 1, M + 1, 2 * N - 1)),
         Case("ragged", of(2, 4, 77, 97, Hk=2, causal="bottom-right"), layout="bshd"),
         Case("large", of(1, 2, 97, 77, causal="bottom-right"), inputs="large"),
+        Case("raised", of(1, 1, 33, 65), inputs="raised"),
     ]
 
 

@@ -148,6 +148,7 @@ def _variations(e: _Examined, case: Case, base: Problem) -> Iterator[Probe]:
 
 _INPUTS = {
     "large": "only with large scores",
+    "raised": "only with large scores",
     "rising": "only if every key tile raises the row maximum",
     "nan": "only with NaN in the inputs",
     "inf": "only with infinities in the inputs",
@@ -183,7 +184,7 @@ def _explain(e: _Examined, probe: Probe, outputs: dict[str, Array]) -> Diagnosis
     if missing := _unwritten(e, outputs, probe):
         return missing
     if probe.kind == "inputs" and not all(np.isfinite(x.astype(np.float64)).all() for x in outputs.values()):
-        if probe.case.inputs == "large":
+        if probe.case.inputs in ("large", "raised"):
             return e.said(
                 "exp overflows: the row maximum is not subtracted, or is not the maximum of all keys",
                 probe.condition,
@@ -239,7 +240,7 @@ def _unwritten(e: _Examined, outputs: dict[str, Array], probe: Probe) -> Diagnos
 
 def _zero_scores(case: Case) -> dict[str, Array] | None:
     """Inputs for which no score can overflow: K = 0. None if the inputs are not finite by design."""
-    if case.inputs not in ("normal", "large", "rising"):
+    if case.inputs not in ("normal", "large", "raised", "rising"):
         return None
     q, k, v = make_inputs(replace(case, inputs="zero_k"))
     return {"Q": q, "K": k, "V": v}

@@ -187,6 +187,8 @@ def moved_keys(w: Weights) -> Cause | None:
         return None
     per_tile = max(1, w.N // _GROUP)
     moved = [(g, to) for g, to in wrong if g != to and times[g, to] > 0]
+    if moved and not w.lse_correct:  # wrong scores
+        return None
     if moved:
         g, to = moved[0]
         if g // per_tile != to // per_tile:
@@ -413,7 +415,7 @@ def wrong_scores(w: Weights) -> Cause | None:
     if abs(other[s]).max() > 0.5:
         u = int(abs(other[s]).argmax())
         return Cause(f"in S = Q K^T, {span} of Q are multiplied with columns {16 * u} to {16 * u + 15} of K", QK)
-    return Cause(f"{span} of Q and K count {abs(own[s]):.2g} times in S = Q K^T", QK)
+    return Cause(f"{span} of Q and K count {abs(round(own[s], 1)):g} times in S = Q K^T", QK)
 
 
 def _stale(w: Weights) -> Cause | None:
@@ -490,9 +492,9 @@ LSE = r"\bLSE\["
 
 CAUSES: tuple[Callable[[Weights], Cause | None], ...] = (
     hidden_keys_count,
+    moved_keys,
     values_of_other_keys,
     rows_of_others,
-    moved_keys,
     missing_keys,
     factor_of_a_row,
     wrong_scores,

@@ -1,0 +1,71 @@
+"""The course: its faults fit the kernels, and `watch` finds a sample of them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from project import ROOT, SEED
+
+from sandbox.cli import cli
+from sandbox.core.errors import SpecError
+from sandbox.course import faults
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import course
+
+SAMPLE = random.Random(SEED).sample(sorted(faults.every()), 3)
+
+
+@pytest.mark.parametrize("number", faults.every())
+def test_a_fault_fits_its_kernel(number: int) -> None:
+    fault = faults.get(number)
+    assert fault.faulty() != fault.correct(".cu")
+    assert fault.name in fault.faulty()
+    assert "default=True" not in fault.correct(".py")
+    assert faults.solution(number).startswith(fault.why)
+
+
+def test_numbers_are_consecutive() -> None:
+    assert [*faults.every()] == list(range(1, len(faults.every()) + 1))
+    with pytest.raises(SpecError, match="the course has no fault 99: choose one of 1 to"):
+        faults.get(99)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """Fault 3 is not correct; its corrected copy is."""
+    run = CliRunner().invoke
+    listed = run(cli, ["course", "list"]).output.splitlines()
+    assert len(listed) == len(faults.every())
+    started = run(cli, ["course", "start", "3", str(tmp_path)])
+    assert started.exit_code == 0
+    file = tmp_path / "course_03.cu"
+    assert str(file) in started.output
+    assert "exist already" in run(cli, ["course", "start", "3", str(tmp_path)]).output
+    assert "choose another" in run(cli, ["course", "start", "3", str(tmp_path)]).output
+    assert "only whole key tiles" in run(cli, ["course", "solution", "3"]).output
+
+
+@pytest.mark.parametrize(("corrected", "status"), [(False, 1), (True, 0)])
+def test_a_correction_is_checked(corrected: bool, status: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SANDBOX_KERNELS", "")
+    faults.start(3, tmp_path)
+    file = tmp_path / "course_03.cu"
+    if corrected:
+        file.write_text(faults.get(3).correct(".cu"))
+    done = CliRunner().invoke(cli, ["course", "check", "3", str(file)])
+    assert done.exit_code == status, done.output
+    assert ("last, partial one" in done.output) != corrected
+
+
+def test_watch_finds_a_sample(monkeypatch) -> None:
+    """Found, and with the cause if the stored row has it. The sample depends on SANDBOX_SEED."""
+    print("faults", SAMPLE)
+    monkeypatch.setenv("SANDBOX_KERNELS", "")
+    stored = {row["number"]: row for row in course.stored()}
+    for row in course.measure(SAMPLE):
+        assert row["found"] == stored[row["number"]]["found"], row
+        assert row["ever_right"] or not stored[row["number"]]["ever_right"], row
