@@ -103,7 +103,8 @@ def _row(fault: Fault, versions: Iterator[Iteration | None], before: float) -> R
 def sentence(now: Iteration) -> str:
     """The first sentence of a result, with the first two places of a finding."""
     found = now.found
-    text = found.message.partition("\n")[0]
+    lines = found.message.splitlines()
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # where the first thread of a deadlock waits
     if found.findings:
         finding = found.findings[0]
         text = ", ".join([finding.what.partition("\n")[0], *(str(place) for place in finding.places[:2])])

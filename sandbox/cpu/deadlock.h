@@ -29,7 +29,7 @@ void describe_wait(const Block& block, const Fiber& fiber, bool several, char* t
 
 // Reports where each thread waits: "threads 0..31 wait at __syncthreads() file.cu:12", "threads 32..63 returned".
 void Block::explain_deadlock() {
-    char text[1536] = "";
+    char text[2560] = "";
     size_t used = 0;
     unsigned groups = 0;
     for (unsigned t = 0; t < threads;) {
@@ -43,7 +43,7 @@ void Block::explain_deadlock() {
             ++end;
         if (++groups <= 8) {
             const char* plural = end - t > 1 ? "s" : "";
-            char who[48], where[320];
+            char who[48], where[512];
             if (end - t > 1) snprintf(who, sizeof who, "%u..%u", t, end - 1);
             else snprintf(who, sizeof who, "%u", t);
             if (fiber.state == State::returned) snprintf(where, sizeof where, "returned");

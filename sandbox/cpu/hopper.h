@@ -21,6 +21,11 @@ struct TmaLoad {  // one pending TMA load of a box
     Site site;
 };
 
+struct MbarrierInit {  // where an mbarrier was initialised
+    const char* at;
+    Site site;
+};
+
 struct NamedBarrier {
     unsigned threads, arrived, generation;
     bool any, result[2];
@@ -53,14 +58,20 @@ struct Hopper {
     uint64_t step;
     List<TmaLoad> tma_loads;
     List<ReadStore> read_stores;
+    List<MbarrierInit> mbarrier_inits;
     NamedBarrier named[NAMED_BARRIERS];
     unsigned free_registers;
     WarpMma mma[1024 / WARP];
     uint16_t A[DEPTH][WIDEST], B[DEPTH][WIDEST];  // operands at completion of a wgmma
     Proxies proxies;
 
+    Site init_of(const char* mbarrier) const {
+        for (unsigned i = mbarrier_inits.count; i-- > 0;)
+            if (mbarrier_inits.items[i].at == mbarrier) return mbarrier_inits.items[i].site;
+        return {"?", 0};
+    }
     void begin() {
-        step = tma_loads.count = free_registers = 0;
+        step = tma_loads.count = mbarrier_inits.count = free_registers = 0;
         drop_read_stores();
         memset(named, 0, sizeof named);
         proxies.begin();
@@ -71,6 +82,7 @@ struct Hopper {
     }
     void free_all() {
         free(tma_loads.items);
+        free(mbarrier_inits.items);
         drop_read_stores();
         free(read_stores.items);
         free(proxies.mbarriers.items);

@@ -13,7 +13,7 @@ void report_write(void*, uint64_t) {}
 
 template <class... A>
 [[noreturn]] void trap(Site site, const char* format, A... values) {
-    char reason[256];
+    char reason[512];
     snprintf(reason, sizeof reason, format, values...);
     sandbox_trap(reason, site);
 }
@@ -124,8 +124,11 @@ bool Block::complete_tma_loads() {
 // Reports TMA loads, bulk stores and wgmmas that are pending when the block ends.
 bool Block::check_completed() {
     if (hopper.tma_loads.count) {
-        const Site site = hopper.tma_loads.items[0].site;
-        return fail("the block ends before the TMA load issued at %s:%d has completed", site.file, site.line);
+        const Site site = hopper.tma_loads.items[0].site, init = hopper.init_of(hopper.tma_loads.items[0].barrier);
+        return fail(
+            "the block ends before the TMA load issued at %s:%d has completed: no thread waits for its mbarrier, "
+            "which is initialised at %s:%d",
+            site.file, site.line, init.file, init.line);
     }
     for (unsigned t = 0; t < threads; ++t) {
         if (!fibers[t].bulk_stores.count) continue;
@@ -181,11 +184,12 @@ void describe_wait(const Block& block, const Fiber& fiber, bool several, char* t
     size -= length;
     if (fiber.state == State::at_mbarrier) {
         const Mbarrier& barrier = *reinterpret_cast<const Mbarrier*>(fiber.mbarrier);
+        const Site init = block.hopper.init_of(fiber.mbarrier);
         snprintf(text, size,
                  "at mbarrier_wait(shared memory + %td) %s:%d for the phase of parity %u: %u arrivals and %lld bytes "
-                 "are pending",
+                 "are pending; it is initialised at %s:%d",
                  fiber.mbarrier - block.smem.dynamic, fiber.site.file, fiber.site.line, fiber.parity,
-                 static_cast<unsigned>(barrier.missing), static_cast<long long>(barrier.bytes));
+                 static_cast<unsigned>(barrier.missing), static_cast<long long>(barrier.bytes), init.file, init.line);
     } else if (fiber.state == State::at_named_barrier) {
         const NamedBarrier& barrier = block.hopper.named[fiber.named_barrier];
         snprintf(text, size, "at named barrier %u %s:%d: %u of %u threads have arrived", fiber.named_barrier,
@@ -207,12 +211,20 @@ extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
     barrier.parity = 0;
     barrier.expected = barrier.missing = arrivals;
     barrier.bytes = 0;
+    current->hopper.mbarrier_inits.add() = {at, site};
     current->hopper.proxies.write(at - current->smem.dynamic, at + 8 - current->smem.dynamic, thread_of(self()));
 }
 
 extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
     Mbarrier& barrier = mbarrier_at(at, site);
-    if (!barrier.missing) trap(site, "too many arrivals: only transaction bytes of this mbarrier phase are pending");
+    if (!barrier.missing) {
+        const Site init = current->hopper.init_of(at);
+        trap(
+            site,
+            "too many arrivals at the mbarrier that is initialised at %s:%d, of whose phase only transaction bytes are "
+            "pending: a wait before this arrival is missing, or it waits for an mbarrier with too small a count",
+            init.file, init.line);
+    }
     release(at);
     Proxies& proxies = current->hopper.proxies;
     proxies.release(proxies.mbarrier(at), thread_of(self()));

@@ -122,36 +122,54 @@ def _variations(e: _Examined, case: Case, base: Problem) -> Iterator[Probe]:
     """Problems that differ from the simplest one in one property of the failing case."""
     p, S = case.problem, base.Sk
     if p.Sk % e.N or p.Sk < S:
-        yield Probe(Case("probe", replace(base, Sk=S - e.N // 2 - 1)), "only if the last key tile is partial", "keys")
+        yield Probe(
+            Case("probe", replace(base, Sk=S - e.N // 2 - 1)),
+            "correct with whole tiles, wrong if the last key tile is partial",
+            "keys",
+        )
     if p.Sq % e.M:
         partial = replace(base, Sq=base.Sq - e.M // 2 - 1)
-        yield Probe(Case("probe", partial), "only if the last query tile is partial", "queries")
+        yield Probe(
+            Case("probe", partial), "correct with whole tiles, wrong if the last query tile is partial", "queries"
+        )
     if p.Sq != p.Sk:
-        yield Probe(Case("probe", replace(base, Sk=S + e.N)), "only if Sq and Sk differ", "lengths")
-        yield Probe(Case("probe", replace(base, Sq=2 * base.Sq)), "only if there are more queries than keys", "lengths")
+        yield Probe(
+            Case("probe", replace(base, Sk=S + e.N)),
+            "correct with whole tiles, wrong with other lengths of queries and keys",
+            "lengths",
+        )
+        yield Probe(
+            Case("probe", replace(base, Sq=2 * base.Sq)),
+            "correct with more keys than queries, wrong with fewer",
+            "lengths",
+        )
     small = replace(base, Sq=e.M, Sk=e.N)
     if p.H > 1:
-        yield Probe(Case("probe", replace(small, H=2, Hk=2)), "only with several heads", "heads")
+        yield Probe(Case("probe", replace(small, H=2, Hk=2)), "correct with one head, wrong with two", "heads")
     if p.B > 1:
-        yield Probe(Case("probe", replace(small, B=2)), "only with several batch entries", "heads")
+        yield Probe(Case("probe", replace(small, B=2)), "correct with one batch entry, wrong with two", "heads")
     if p.Hk < p.H:
-        yield Probe(Case("probe", replace(small, H=4, Hk=2)), "only if query heads share key/value heads", "heads")
+        yield Probe(
+            Case("probe", replace(small, H=4, Hk=2)), "wrong only if query heads share key/value heads", "heads"
+        )
     if case.layout != "bhsd":
         strided = replace(small, H=2, Hk=2, B=min(p.B, 2))
         yield Probe(
-            Case("probe", strided, layout=case.layout), "only if the rows of a head are not contiguous", "strides"
+            Case("probe", strided, layout=case.layout),
+            "correct with contiguous tensors, wrong with other strides",
+            "strides",
         )
     if case.inputs != "normal":
-        condition = _INPUTS.get(case.inputs, f"only with inputs {case.inputs!r}")
+        condition = _INPUTS.get(case.inputs, f"wrong with inputs {case.inputs!r}")
         yield Probe(Case("probe", base, inputs=case.inputs), condition, "inputs")
 
 
 _INPUTS = {
-    "large": "only with large scores",
-    "raised": "only with large scores",
-    "rising": "only if every key tile raises the row maximum",
-    "nan": "only with NaN in the inputs",
-    "inf": "only with infinities in the inputs",
+    "large": "correct with small scores, wrong with large ones",
+    "raised": "correct with small scores, wrong with large ones",
+    "rising": "wrong if every key tile raises the row maximum",
+    "nan": "wrong with NaN in the inputs",
+    "inf": "wrong with infinities in the inputs",
 }
 
 
@@ -173,7 +191,7 @@ def _condition_of_base(e: _Examined, base: Problem) -> str:
     """Which simpler problem is correct."""
     if e.wrong(Case("probe", replace(base, Sq=e.M, Sk=e.N, causal=False))) is None:
         if base.causal and e.wrong(Case("probe", replace(base, causal=False))) is None:
-            return "only with a causal mask"
+            return "correct without a causal mask"
         if e.wrong(Case("probe", replace(base, Sq=e.M, causal=False))) is not None:
             return "correct if a row has one key tile, wrong with two"
     return ""

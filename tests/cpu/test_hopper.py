@@ -489,7 +489,7 @@ def without(what: str, instead: str = "") -> str:
 
 MISSING_ARRIVAL = (
     r"threads 0..127 wait at mbarrier_wait\(shared memory \+ 8192\) .*wrong.cu:\d+ for the phase of parity 0: "
-    "1 arrivals and 0 bytes are pending"
+    r"1 arrivals and 0 bytes are pending; it is initialised at .*wrong.cu:\d+"
 )
 
 

@@ -202,7 +202,7 @@ GROUPS = dataclasses.replace(PLAIN, B=2, H=4, Hk=2)
         ("d < HEAD_DIM_V; ++d)\n        O.row", "d < HEAD_DIM_V - 8; ++d)\n        O.row",
          PLAIN, {}, "O is not written in 128 of 128 rows: 0 to 127, columns 56 to 63"),
         ("head.key_view(K), b, h / group, n0", "head.key_view(K), b, h % 2, n0", GROUPS, {"layout": "bshd"},
-         "reads K of key/value head 1, batch entry 0, instead of 0, 0; only if query heads share"),
+         "reads K of key/value head 1, batch entry 0, instead of 0, 0; wrong only if query heads share"),
         ("head.key_view(V), b, h / group, n0", "head.key_view(K), b, h / group, n0", PLAIN, {}, "K is read as V"),
     ],
 )  # fmt: skip
