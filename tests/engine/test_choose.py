@@ -22,6 +22,17 @@ HOPPER = (9, 0)
         (Problem(4, 32, 4096, 4096, 64, dtype="float16"), True, "bwd_wgmma_deterministic"),
         (Problem(16, 32, 512, 512, 64, dtype="bfloat16", causal="bottom-right"), False, "bwd_wgmma_persistent"),
         (Problem(1, 8, 128, 128, 64, dtype="float16"), False, "bwd_wgmma_head"),
+        # Fewer n_blocks of key/value heads than SMs, but not of query heads.
+        (Problem(1, 16, 1024, 1024, 128, Hk=4, dtype="bfloat16"), False, "bwd_wgmma_split_group"),
+        (Problem(1, 16, 1024, 1024, 128, Hk=4, dtype="bfloat16"), True, "bwd_wgmma_deterministic"),
+        (Problem(1, 16, 1024, 1024, 128, Hk=4, dtype="bfloat16", mask=(1, 1, 1024, 1024)), False, "bwd_wgmma"),
+        (
+            Problem(1, 32, 4096, 4096, 128, Hk=2, dtype="bfloat16", causal="bottom-right"),
+            False,
+            "bwd_wgmma_split_group",
+        ),
+        (Problem(1, 16, 8192, 8192, 128, Hk=4, dtype="bfloat16"), False, "bwd_wgmma"),
+        (Problem(1, 16, 1024, 1024, 128, dtype="bfloat16"), False, "bwd_wgmma"),
     ],
 )
 def test_backward_kernels_of_one_rung(problem: Problem, deterministic: bool, name: str) -> None:
