@@ -17,24 +17,21 @@
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
-// Warp specialisation and ping-pong are those of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
-// Q K^T of a key tile and P V of the previous one are issued together; softmax of the tile starts when both are
-// complete.
+// Warp specialisation and ping-pong: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Q K^T of a key tile and P V
+// of the previous one are issued together; softmax of the tile starts when both are complete.
 //
 // A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes and stores
 // them. In a ragged batch, rows of a TMA box beyond the end of the sequence are out of bounds, so no row of the next
 // sequence is read or written.
 //
-// Building blocks: fwd_tiles.cuh (arguments, layouts, shared memory), pipeline.cuh (stages), tile_scheduler.cuh (order
-// of work tiles), n_block_range.cuh (order of key tiles), ping_pong.cuh, score_mod.cuh (scores), mask.cuh (which keys a
-// row sees), mask_wgmma.cuh (applies the mask to S), softmax.cuh (deferred rescaling), bias_tiles.cuh,
-// block_sparse.cuh, epilogue.cuh. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
+// Building blocks: fwd_tiles.cuh (arguments, layouts, shared memory), fwd_load.cuh (loads a tile of K or V),
+// fwd_consumer.cuh (waits, turns, skipped tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh
+// (order of key tiles), softmax.cuh (deferred rescaling), epilogue.cuh, and what these include. Measurements:
+// experiments/008_hopper, 014_scores, 016_ragged.
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
+#include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
-#include "mask_wgmma.cuh"
 #include "non_finite.cuh"
-#include "ping_pong.cuh"
-#include "softmax.cuh"
 
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
@@ -92,55 +89,9 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 
 // ---- consumer warpgroups
 
-struct ConsumerState {  // of a consumer thread, kept from one work tile to the next
-    char* const smem;
-    const unsigned lane;
-    const float exponent;  // factor of raw scores in exp2 (softmax.cuh)
-    const int g, q;        // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
-    const bool store_lane;
-    unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
-    int tiles_to_skip = 0;         // STAGGERED: last tiles of the previous work tile, which only other consumers see
-    Scheduler::Consumer scheduler;
-    bool more = false;  // scheduler.tile is valid
-    __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
-        : smem(smem), lane(lane), exponent(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
-          store_lane(lane == 0), scheduler(smem) {}
-};
-
-// One consumer warpgroup and its 64 query rows of one work tile.
-//
-// Values from shared memory are uniform over the warp, which the compiler does not know. With uniform() it keeps
-// addresses and descriptors in uniform registers: 60 instead of 84 instructions per key tile (D = 128, causal).
-struct ConsumerWarpgroup : ConsumerTiles {
-    using FragmentS = float[BLOCK_N / 2];
-    using FragmentP = unsigned[BLOCK_N / 16][4];
-
-    ConsumerState& state;
-    const Arguments& args;
-    const SmemAddr base;
-    const unsigned pipe_index;  // index in the pipelines of the work tile's first key tile
-    const unsigned phase;       // of Q's barriers
-    const WarpSchedulerBarrier turn;
-    const int turns_end;  // consumers take turns for the key tiles before this one
-    const VisibleKeys visible_keys;
-
-    __device__ __forceinline__ ConsumerWarpgroup(ConsumerState& state, const Arguments& args)
-        : ConsumerTiles(uniform(state.scheduler.tile), uniform(threadIdx.x / 32), args.score), state(state), args(args),
-          base(uniform(smem_address(state.smem))), pipe_index(uniform(state.next_pipe_index)),
-          phase(state.scheduler.phase()), turn(consumer), turns_end(ping_pong_end(*this)),
-          visible_keys(head, first_row + state.g) {}
-
-    // Waits for Q, and skips the key tiles that only other consumers see before this one's first.
-    __device__ __forceinline__ void wait_for_Q() {
-        if (STAGGERED) {
-#pragma unroll 1
-            for (int j = -state.tiles_to_skip; j < 0; ++j) skip_tile(j);
-        }
-        TIMELINE(wait_Q);
-        mbarrier_wait(FullQ::at(base, consumer), phase);
-#pragma unroll 1
-        for (int j = 0; j < first_own; ++j) skip_tile(j);
-    }
+// One consumer warpgroup and its 64 query rows of one work tile. fwd_consumer.cuh has what is not an MMA.
+struct ConsumerWarpgroup : WorkTileConsumer {
+    using WorkTileConsumer::WorkTileConsumer;
 
     // All key tiles, except for P V of the last one.
     __device__ __forceinline__ void mainloop(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
@@ -177,8 +128,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
     __device__ __forceinline__ void first_tile(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
         TIMELINE(wait_K);
         wait_K(first_own);
-        // No consumer takes a turn for key tile 0. STAGGERED: nor for a consumer's first tile.
-        const bool ping_pong = !STAGGERED && first_own > 0 && first_own < turns_end;
+        const bool ping_pong = first_tile_has_turn();
         if (ping_pong) turn.wait();
         mma_QK(S, first_own);
         if (ping_pong) turn.pass();
@@ -208,8 +158,7 @@ struct ConsumerWarpgroup : ConsumerTiles {
     // LSE and 1 / l, and the next work tile.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&inverse_l)[2]) {
         finalize_rows(softmax, head, args.LSE, WorkTile::head, first_row + state.g, state.q, inverse_l);
-        // SCHEDULE_LATE with tiles to skip: skip_last_tiles calls next().
-        if (!SCHEDULE_LATE || last + 1 >= visited_tiles()) state.more = state.scheduler.next();
+        next_work_tile();
     }
 
     // S = Q K^T
@@ -226,57 +175,13 @@ struct ConsumerWarpgroup : ConsumerTiles {
 
     // O += P V
     __device__ __forceinline__ void mma_PV(SoftmaxState& softmax, const FragmentP& P, int j) {
-        VPipeline::wait(base, pipe_index + j);
+        wait_V(j);
         wgmma_fence();
         const Descriptor V_smem = Values::mn_major(address(base + VPipeline::tile_at(pipe_index + j)));
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step)
             wgmma<Order::MN_MAJOR>(softmax.O, P[step], V_smem + Values::mn_step(step), step > 0 || j > first_own);
         wgmma_commit();
-    }
-
-    // S becomes the raw scores (score_mod.cuh), -INF where masked.
-    __device__ __forceinline__ void score_mod_and_mask(FragmentS& S, int j, KeyTile tile, PairMask pair_mask) {
-        const int row = first_row + state.g, column = tile.n0 + 2 * state.q;
-        if (BIAS_TILES) {
-            Bias::score_mod(S, head, base, stage_of(pipe_index + j), consumer, row, column, warp, state.lane);
-            release_K(j);
-        } else {
-            apply_score_mod(S, head, row, column);
-        }
-        apply_mask(S, head, row, tile.n0, state.q, visible_keys, fully_visible, tile.fully_visible, pair_mask);
-    }
-
-    // Must be called before K is released.
-    __device__ __forceinline__ KeyTile read_key_tile(int j) {
-        // uniform: all lanes have read the word before one lane releases K.
-        return key_tile(j, Head::MAPPED ? uniform(KeyTileEntries::entry(state.smem, stage_of(pipe_index + j))) : 0);
-    }
-    __device__ __forceinline__ PairMask load_pair_mask(KeyTile tile) const {
-        PairMask visible_bits;
-        if (Head::BY_PAIR) visible_bits.load(head, first_row + state.g, tile.n0, tile.fully_visible);
-        return visible_bits;
-    }
-
-    // Skips a key tile that only other consumers see. This consumer still takes part in the barriers, which count the
-    // arrivals of all consumers.
-    __device__ __forceinline__ void skip_tile(int j) {
-        if (!STAGGERED && j > 0 && j < turns_end) {
-            turn.wait();
-            turn.pass();
-        }
-        wait_K(j);
-        release_K(j);
-        VPipeline::wait(base, pipe_index + j);
-        release_V(j);
-    }
-    // The same for the key tiles after the last own one.
-    __device__ __forceinline__ void skip_last_tiles() {
-        state.tiles_to_skip = postponed_tiles();
-#pragma unroll 1
-        for (int j = last + 1; j < visited_tiles() - state.tiles_to_skip; ++j) skip_tile(j);
-        if (SCHEDULE_LATE && last + 1 < visited_tiles()) state.more = state.scheduler.next();
-        state.next_pipe_index += visited_tiles();
     }
 
     // O / l to global memory.
@@ -306,16 +211,6 @@ struct ConsumerWarpgroup : ConsumerTiles {
     // Wide heads: recompute the descriptors, which would not fit in registers.
     static __device__ __forceinline__ SmemAddr address(SmemAddr tile) {
         return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile;
-    }
-    __device__ __forceinline__ void wait_K(int j) const { KPipeline::wait(base, pipe_index + j); }
-    __device__ __forceinline__ void release_K(int j) const {
-        if (state.lane == 0) KPipeline::release(base, pipe_index + j);
-    }
-    __device__ __forceinline__ void release_V(int j) const {
-        if (state.lane == 0) VPipeline::release(base, pipe_index + j);
-    }
-    __device__ __forceinline__ void release_Q() const {
-        if (SEPARATE_O && state.lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer));
     }
 };
 
@@ -350,19 +245,10 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }
 
-// Clears the tile counter. Programmatic dependent launch: fwd_wgmma starts meanwhile and waits before its first
-// atomicAdd.
+// Programmatic dependent launch: fwd_wgmma starts meanwhile, and waits before it draws its first work tile.
 extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
                                                                  const __grid_constant__ Score score) {
-    griddepcontrol_launch_dependents();
-    if (threadIdx.x == 0) *tile_counter = 0;
-#if RAGGED
-    const int b = threadIdx.x;  // prefetch the first offsets, which all blocks read at once
-    if (b <= score.sequences) {
-        prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
-        prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
-    }
-#endif
+    clear_tile_counter(tile_counter, score);
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(

@@ -179,6 +179,19 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
     };
 };
 
+// Clears the tile counter of a dynamic order; called by one warp, in a kernel that runs before the persistent one.
+__device__ __forceinline__ void clear_tile_counter(unsigned* tile_counter, const Score& score) {
+    griddepcontrol_launch_dependents();
+    if (threadIdx.x == 0) *tile_counter = 0;
+#if RAGGED
+    const int b = threadIdx.x;  // prefetch the first offsets, which all blocks read at once
+    if (b <= score.sequences) {
+        prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
+        prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
+    }
+#endif
+}
+
 // The same work tile, uniform over the warp: the compiler may keep it in uniform registers.
 __device__ __forceinline__ WorkTile uniform(WorkTile work_tile) {
     unsigned* const words = reinterpret_cast<unsigned*>(&work_tile);

@@ -1,0 +1,128 @@
+// What a consumer warpgroup of fwd_wgmma does in a work tile, apart from its MMAs and the epilogue: it waits for and
+// releases the stages of the pipelines, takes turns (ping_pong.cuh), skips key tiles that only other consumers see, and
+// turns S into masked raw scores.
+#pragma once
+#include "fwd_tiles.cuh"
+#include "mask_wgmma.cuh"
+#include "ping_pong.cuh"
+#include "softmax.cuh"
+
+struct ConsumerState {  // of a consumer thread, kept from one work tile to the next
+    char* const smem;
+    const unsigned lane;
+    const float exponent;  // factor of raw scores in exp2 (softmax.cuh)
+    const int g, q;        // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
+    const bool store_lane;
+    unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
+    int tiles_to_skip = 0;         // STAGGERED: last tiles of the previous work tile, which only other consumers see
+    Scheduler::Consumer scheduler;
+    bool more = false;  // scheduler.tile is valid
+    __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
+        : smem(smem), lane(lane), exponent(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
+          store_lane(lane == 0), scheduler(smem) {}
+};
+
+// A consumer thread in one work tile. Values from shared memory are uniform over the warp, which the compiler does not
+// know. With uniform() it keeps addresses and descriptors in uniform registers: 60 instead of 84 instructions per key
+// tile (D = 128, causal).
+struct WorkTileConsumer : ConsumerTiles {
+    using FragmentS = float[BLOCK_N / 2];
+    using FragmentP = unsigned[BLOCK_N / 16][4];
+
+    ConsumerState& state;
+    const Arguments& args;
+    const SmemAddr base;
+    const unsigned pipe_index;  // index in the pipelines of the work tile's first key tile
+    const unsigned phase;       // of Q's barriers
+    const WarpSchedulerBarrier turn;
+    const int turns_end;  // consumers take turns for the key tiles before this one
+    const VisibleKeys visible_keys;
+
+    __device__ __forceinline__ WorkTileConsumer(ConsumerState& state, const Arguments& args)
+        : ConsumerTiles(uniform(state.scheduler.tile), uniform(threadIdx.x / 32), args.score), state(state), args(args),
+          base(uniform(smem_address(state.smem))), pipe_index(uniform(state.next_pipe_index)),
+          phase(state.scheduler.phase()), turn(consumer), turns_end(ping_pong_end(*this)),
+          visible_keys(head, first_row + state.g) {}
+
+    // ---- stages of Q, K and V
+
+    // Waits for Q, and skips the key tiles that only other consumers see before this one's first.
+    __device__ __forceinline__ void wait_for_Q() {
+        if (STAGGERED) {
+#pragma unroll 1
+            for (int j = -state.tiles_to_skip; j < 0; ++j) skip_tile(j);
+        }
+        TIMELINE(wait_Q);
+        mbarrier_wait(FullQ::at(base, consumer), phase);
+#pragma unroll 1
+        for (int j = 0; j < first_own; ++j) skip_tile(j);
+    }
+    __device__ __forceinline__ void wait_K(int j) const { KPipeline::wait(base, pipe_index + j); }
+    __device__ __forceinline__ void wait_V(int j) const { VPipeline::wait(base, pipe_index + j); }
+    __device__ __forceinline__ void release_Q() const {
+        if (SEPARATE_O && state.lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer));
+    }
+    __device__ __forceinline__ void release_K(int j) const {
+        if (state.lane == 0) KPipeline::release(base, pipe_index + j);
+    }
+    __device__ __forceinline__ void release_V(int j) const {
+        if (state.lane == 0) VPipeline::release(base, pipe_index + j);
+    }
+
+    // Ping-pong outside of the loop over key tiles. No consumer takes a turn for key tile 0. STAGGERED: nor for its
+    // first tile.
+    __device__ __forceinline__ bool first_tile_has_turn() const {
+        return !STAGGERED && first_own > 0 && first_own < turns_end;
+    }
+
+    // ---- scores and mask
+
+    // Key tile j. Must be called before K is released.
+    __device__ __forceinline__ KeyTile read_key_tile(int j) {
+        // uniform: all lanes have read the word before one lane releases K.
+        return key_tile(j, Head::MAPPED ? uniform(KeyTileEntries::entry(state.smem, stage_of(pipe_index + j))) : 0);
+    }
+    __device__ __forceinline__ PairMask load_pair_mask(KeyTile tile) const {
+        PairMask visible_bits;
+        if (Head::BY_PAIR) visible_bits.load(head, first_row + state.g, tile.n0, tile.fully_visible);
+        return visible_bits;
+    }
+    // S becomes the raw scores (score_mod.cuh), -INF where masked. BIAS_TILES: releases K, when the bias, which is in
+    // the same stage, has been read.
+    __device__ __forceinline__ void score_mod_and_mask(FragmentS& S, int j, KeyTile tile, PairMask pair_mask) {
+        const int row = first_row + state.g, column = tile.n0 + 2 * state.q;
+        if (BIAS_TILES) {
+            Bias::score_mod(S, head, base, stage_of(pipe_index + j), consumer, row, column, warp, state.lane);
+            release_K(j);
+        } else {
+            apply_score_mod(S, head, row, column);
+        }
+        apply_mask(S, head, row, tile.n0, state.q, visible_keys, fully_visible, tile.fully_visible, pair_mask);
+    }
+
+    // ---- key tiles that only other consumers see, and the next work tile
+
+    // This consumer still takes part in the barriers, which count the arrivals of all consumers.
+    __device__ __forceinline__ void skip_tile(int j) {
+        if (!STAGGERED && j > 0 && j < turns_end) {
+            turn.wait();
+            turn.pass();
+        }
+        wait_K(j);
+        release_K(j);
+        wait_V(j);
+        release_V(j);
+    }
+    // SCHEDULE_LATE: not before the tiles that are left to skip.
+    __device__ __forceinline__ void next_work_tile() {
+        if (!SCHEDULE_LATE || last + 1 >= visited_tiles()) state.more = state.scheduler.next();
+    }
+    // Skips the key tiles after the last own one. STAGGERED: some of them in the next work tile.
+    __device__ __forceinline__ void skip_last_tiles() {
+        state.tiles_to_skip = postponed_tiles();
+#pragma unroll 1
+        for (int j = last + 1; j < visited_tiles() - state.tiles_to_skip; ++j) skip_tile(j);
+        if (SCHEDULE_LATE && last + 1 < visited_tiles()) state.more = state.scheduler.next();
+        state.next_pipe_index += visited_tiles();
+    }
+};
