@@ -489,6 +489,18 @@ def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
         Score(**fields)
 
 
+def test_a_score_is_a_value() -> None:
+    """Equal scores have one hash, because plans are found by them: so its fields cannot be changed."""
+    tensors = {"slope": np.zeros(4, np.float32)}
+    score = Score("x - slope(h)", "j <= i", tensors)
+    tensors["other"] = tensors["slope"]
+    assert [*score.tensors] == ["slope"]
+    same = copy.deepcopy(score)
+    assert (same, hash(same), repr(same)) == (score, hash(score), repr(score))
+    with pytest.raises(AttributeError, match=r"Score\.mask cannot be changed"):
+        score.mask = "true"
+
+
 @pytest.mark.parametrize("window", [(None, None), (0, 0), (2, None), (None, 3), (1, 4)])
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
 @pytest.mark.parametrize(("Sq", "Sk"), [(5, 9), (9, 5), (4, 4), (0, 3), (3, 0)])
