@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MAX_PLANS, _MAX_ROUTES = 4096, 8
 ALIGNED = 16  # bytes: the alignment of every address that a route accepts, as allocators provide it
-# Raised if a call has no key: tile is a dict, or arrays are of several libraries, without memory, or lazily negated.
+# Raised if a call has no key: arrays are of several libraries, without memory, or lazily negated.
 _NO_KEY = (TypeError, AttributeError, RuntimeError)
 
 
@@ -140,6 +140,10 @@ def _planned(
     `copied` arrays in vectors: their alignment is part of the key, as is that of a bias and of a block map."""
     if options.scale is not None and type(options.scale) is not float:
         options = replace(options, scale=scale_number(options.scale))
+    if isinstance(options.tile, dict):  # not hashable
+        from ..core.tile import Tile
+
+        options = replace(options, tile=Tile(**options.tile))
     library, cache = library_of(arrays[0]), _plans
     arrays = library.materialise(*arrays)
     try:

@@ -17,7 +17,7 @@ from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.engine import staging
 from sandbox.launch import dlpack
 from sandbox.launch.dlpack import HOST
-from sandbox.spec import Problem
+from sandbox.spec import Problem, Tile
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +171,17 @@ def test_an_address_of_zero_is_never_launched(monkeypatch: pytest.MonkeyPatch) -
     ):
         dlpack.ArrayView(0, (2, 3), (3, 1), "float32", dlpack.HOST, None)
     assert dlpack.ArrayView(0, (2, 0), (1, 1), "float32", dlpack.HOST, None).extent() == (0, 0)
+
+
+def test_a_tile_given_as_a_dict_has_a_plan() -> None:
+    """A dict is not hashable: without a key each call would take 2 ms."""
+    q, k, v = inputs(np.float32, 9, 16)
+    sizes = {"BLOCK_M": 32, "BLOCK_N": 16}
+    for tile in (sizes, sizes, Tile(**sizes)):
+        sandbox.attention_forward(q, k, v, kernel="fwd_minimal", tile=tile)
+        assert len(dispatch._plans) == 1
+    with pytest.raises(SpecError, match="tile: BLOCK_M=0 must be an integer"):
+        sandbox.attention_forward(q, k, v, kernel="fwd_minimal", tile={"BLOCK_M": 0})
 
 
 # ---- scale
