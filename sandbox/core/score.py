@@ -78,10 +78,14 @@ class Score:
         arrays = {f"score.{name}": tensor for name, tensor in tensors.items()}
         if blocks is not None:
             arrays[BLOCK_MAP] = blocks
-        vars(self).update(score=score, mask=mask, tensors=tensors, file=file, blocks=blocks, made_for=made_for)
-        vars(self).update(structure=structure, arrays=arrays, _hash=hash(structure))
         bare = blocks is None and all(isinstance(x, TensorLike) for x in tensors.values())
-        vars(self)["described"] = self if bare else _described(score, mask, file, made_for, **likes)
+        fields = {
+            "score": score, "mask": mask, "tensors": tensors, "file": file, "blocks": blocks, "made_for": made_for,
+            "structure": structure, "arrays": arrays, "_hash": hash(structure),
+            "described": self if bare else _described(score, mask, file, made_for, **likes),
+        }  # fmt: skip
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"Score.{name} cannot be changed: construct another Score")
