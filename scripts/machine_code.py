@@ -8,6 +8,10 @@ python scripts/machine_code.py compare before.json after.json --renamed OLD=NEW
 option alone, for sm_80 and sm_90a, and stores a hash of every `.text` section of the cubins. Symbol names, line numbers
 and section order do not count. `--sample N` compiles N problems, drawn with `--seed` from these and those of other head
 dimensions (16 to 192); `--like FILE` those of another record.
+
+NVRTC is not deterministic: a few compilations of one source in a hundred give other instructions. Look at the problems
+that differ with `record --times 10`, which compiles each of them again and again, and stores every result; `compare`
+takes two problems as equal if any results of theirs are.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, not an installed package
@@ -99,40 +104,45 @@ def compiled(job: Job) -> tuple[str, list[str]]:
         return key, [type(error).__name__]
 
 
-def record(path: Path, names: list[str], sample: int, seed: int, workers: int, like: set[str]) -> None:
-    """Compile, and write {key: hashes} as JSON. Progress goes to stderr."""
-    head_dims = HEAD_DIMS + SAMPLED_HEAD_DIMS if sample or like else HEAD_DIMS
-    found = [job for name in names or registry.kernels() for job in jobs(registry.get(name), head_dims)]
-    if like:
-        found = [job for job in found if " ".join(map(str, job)) in like]
-    if sample:
-        found = random.Random(seed).sample(found, min(sample, len(found)))
-    results: dict[str, list[str]] = {}
+def compiled_anew(job: Job) -> tuple[str, list[str]]:
+    """As `compiled`, without results of the cache."""
+    with TemporaryDirectory() as folder:
+        os.environ["SANDBOX_CACHE_DIR"] = folder
+        return compiled(job)
+
+
+def record(path: Path, found: list[Job], times: int, workers: int) -> None:
+    """Compile, and write {key: hashes} as JSON. A second different result of the same problem has the key "KEY #2".
+    Progress goes to stderr."""
+    results: dict[str, list[list[str]]] = {}
     start = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for key, hashes in pool.map(compiled, found, chunksize=4):
-            results[key] = hashes
-            if len(results) % 100 == 0:
-                print(f"{len(results)} of {len(found)}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    path.write_text(json.dumps(dict(sorted(results.items())), indent=0) + "\n")
+    # NVRTC's results vary with the addresses in its process: a process for each compilation
+    once, compiling, chunk = (None, compiled, 4) if times == 1 else (1, compiled_anew, 1)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=once) as pool:
+        for done, (key, hashes) in enumerate(pool.map(compiling, found * times, chunksize=chunk), 1):
+            if hashes not in results.setdefault(key, []):
+                results[key].append(hashes)
+            if done % 100 == 0:
+                print(f"{done} of {len(found) * times}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    named = {f"{k} #{i}" if i > 1 else k: x for k, each in sorted(results.items()) for i, x in enumerate(each, 1)}
+    path.write_text(json.dumps(named, indent=0) + "\n")
     print(f"{len(results)} problems written to {path}")
 
 
-def with_new_names(path: Path, renamed: dict[str, str]) -> dict[str, list[str]]:
-    """A record whose kernels have the names that `renamed` gives them."""
-    found = {}
+def read(path: Path, renamed: dict[str, str]) -> dict[str, list[list[str]]]:
+    """{key: different results} of a record, with the kernel names that `renamed` gives."""
+    found: dict[str, list[list[str]]] = {}
     for key, hashes in json.loads(path.read_text()).items():
-        kernel, rest = key.split(" ", 1)
-        found[f"{renamed.get(kernel, kernel)} {rest}"] = hashes
+        kernel, rest = key.partition(" #")[0].split(" ", 1)
+        found.setdefault(f"{renamed.get(kernel, kernel)} {rest}", []).append(hashes)
     return found
 
 
 def compare(before: Path, after: Path, renamed: dict[str, str]) -> bool:
     """Print the differences; returns whether there are none. Only problems in both records are compared."""
-    old = with_new_names(before, renamed)
-    new = json.loads(after.read_text())
+    old, new = read(before, renamed), read(after, {})
     both = sorted(old.keys() & new.keys())
-    different = [key for key in both if old[key] != new[key]]
+    different = [key for key in both if not any(hashes in new[key] for hashes in old[key])]
     for key in different:
         print("differs:", key)
     for label, only in (("before", old.keys() - new.keys()), ("after", new.keys() - old.keys())):
@@ -140,6 +150,15 @@ def compare(before: Path, after: Path, renamed: dict[str, str]) -> bool:
             print(f"{len(only)} problems only {label}, such as {min(only)}")
     print(f"{len(both)} problems compared, {len(different)} differ")
     return bool(both) and not different
+
+
+def drawn(names: list[str], like: set[str], sample: int, seed: int) -> list[Job]:
+    """The problems to record: those of the kernels `names`, by default of all, and of `like` unless it is empty."""
+    head_dims = HEAD_DIMS + SAMPLED_HEAD_DIMS if sample or like else HEAD_DIMS
+    found = [job for name in names or registry.kernels() for job in jobs(registry.get(name), head_dims)]
+    if like:
+        found = [job for job in found if " ".join(map(str, job)) in like]
+    return random.Random(seed).sample(found, min(sample, len(found))) if sample else found
 
 
 def main() -> int:
@@ -153,6 +172,7 @@ def main() -> int:
     recording.add_argument("--seed", type=int, default=0)
     recording.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     recording.add_argument("--like", type=Path, help="only the problems of this record")
+    recording.add_argument("--times", type=int, default=1, help="compilations of each problem")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
@@ -161,8 +181,8 @@ def main() -> int:
     args = parser.parse_args()
     pairs = dict(pair.split("=", 1) for pair in args.renamed)
     if args.command == "record":
-        like = set(with_new_names(args.like, pairs)) if args.like else set()
-        record(args.file, args.kernels, args.sample, args.seed, args.jobs, like)
+        like = set(read(args.like, pairs)) if args.like else set()
+        record(args.file, drawn(args.kernels, like, args.sample, args.seed), args.times, args.jobs)
         return 0
     return 0 if compare(args.before, args.after, pairs) else 1
 

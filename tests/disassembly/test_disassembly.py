@@ -6,11 +6,12 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from project import in_project, new_kernel
+from project import ROOT, in_project, new_kernel
 
 import sandbox
 from sandbox.cli import cli
@@ -21,6 +22,9 @@ from sandbox.disassembly import listing, report
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import disassembly, tools
 from sandbox.watch.history import History, read_texts
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import machine_code
 
 needs_nvdisasm = pytest.mark.skipif(not disassembly.available(), reason="nvdisasm is not installed")
 SMALL = ("fwd_minimal", "--shape", "1,1,1,16")
@@ -320,3 +324,16 @@ def test_usage_errors(arguments: tuple[str, ...], message: str) -> None:
     result = call(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_records_of_machine_code_may_have_several_results_of_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compiler is not deterministic: problems are equal if they have a result in common."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.write_text(json.dumps({"old D64": ["1", "2"], "old D64 #2": ["1", "3"], "old D128": ["4"]}))
+    after.write_text(json.dumps({"new D64": ["1", "0"], "new D64 #2": ["1", "3"], "new D128": ["4"]}))
+    assert machine_code.compare(before, after, {"old": "new"})
+    after.write_text(json.dumps({"new D64": ["1", "0"], "new D128": ["4"]}))
+    assert not machine_code.compare(before, after, {"old": "new"})
+    assert "differs: new D64\n2 problems compared, 1 differ" in capsys.readouterr().out
