@@ -162,6 +162,13 @@ def _variations(e: _Examined, case: Case, base: Problem) -> Iterator[Probe]:
     if case.inputs != "normal":
         condition = _INPUTS.get(case.inputs, f"wrong with inputs {case.inputs!r}")
         yield Probe(Case("probe", base, inputs=case.inputs), condition, "inputs")
+    if max(p.Sq, p.Sk) <= _LONGEST:
+        own = replace(p, B=1, H=1, Hk=1)
+        yield Probe(
+            replace(case, problem=own, layout="bhsd"),
+            f"wrong with {p.Sq} queries and {p.Sk} keys, correct with whole tiles",
+            "inputs" if case.inputs != "normal" else "lengths",
+        )
 
 
 _INPUTS = {
@@ -201,14 +208,15 @@ def _explain(e: _Examined, probe: Probe, outputs: dict[str, Array]) -> Diagnosis
     """The cause on the smallest wrong problem."""
     if missing := _unwritten(e, outputs, probe):
         return missing
-    if probe.kind == "inputs" and not all(np.isfinite(x.astype(np.float64)).all() for x in outputs.values()):
+    finite = all(np.isfinite(x.astype(np.float64)).all() for x in outputs.values())
+    if probe.kind == "inputs" and (probe.case.inputs in ("nan", "inf") or not finite):
         if probe.case.inputs in ("large", "raised"):
             return e.said(
                 "exp overflows: the row maximum is not subtracted, or is not the maximum of all keys",
                 probe.condition,
                 weights.EXP,
             )
-        return e.said("NaN or infinity reaches rows that do not see it", probe.condition, weights.MASK)
+        return e.said(_not_finite_input(e, probe.case), probe.condition, weights.MASK)
     if probe.kind in ("heads", "strides"):
         said = _wrong_head(probe.case, outputs) or "the address of a batch entry, head or row"
         return e.said(said, probe.condition, _HEADS)
@@ -254,6 +262,26 @@ def _unwritten(e: _Examined, outputs: dict[str, Array], probe: Probe) -> Diagnos
         )
         return e.said(said, probe.condition, _SYNC)
     return None
+
+
+def _not_finite_input(e: _Examined, case: Case) -> str:
+    """Which tensor's NaN or infinity gives a wrong result."""
+    p = case.problem
+    special, finite = make_inputs(case), make_inputs(replace(case, inputs="normal"))
+    for n, name in enumerate("QKV"):
+        rows = np.nonzero(~np.isfinite(special[n].astype(np.float64)))[2]
+        mixed = [special[i] if i == n else finite[i] for i in range(3)]
+        expected, _ = attention(*mixed, causal=p.causal, scale=p.scale)
+        got = e.launch(p, dict(zip("QKV", mixed, strict=True)))["O"].astype(np.float64)
+        wrong = np.argwhere(
+            errors(got, expected) > 0.02 * float(np.nanmax(abs(np.where(np.isfinite(expected), expected, 0))))
+        )
+        if rows.size and wrong.size:
+            how = "does not reach" if np.isfinite(got[tuple(wrong[0])]) else "reaches"
+            sees = "sees" if how == "does not reach" else "does not see"
+            value = special[n][~np.isfinite(special[n])][0]
+            return f"{value} in row {rows[0]} of {name} {how} row {wrong[0][2]} of O, which {sees} it"
+    return "NaN or infinity reaches rows that do not see it, or does not reach rows that do"
 
 
 def _zero_scores(case: Case) -> dict[str, Array] | None:

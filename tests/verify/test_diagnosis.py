@@ -212,6 +212,13 @@ def test_planted_faults(old: str, new: str, problem: Problem, how: dict[str, str
     assert found.startswith("O on planted, first wrong at b 0, h")
 
 
+def test_the_input_whose_nan_is_wrong(tmp_path: Path) -> None:
+    """Without the test for visible keys, P = 0 of a masked key is multiplied with NaN."""
+    kernel = faulty(tmp_path, "if (!Head::HIDES || visible(j)) o +=", "o +=")
+    found = cause(kernel, dataclasses.replace(PLAIN, causal="bottom-right"), inputs="nan")
+    assert "nan in row 80 of V reaches row 0 of O, which does not see it" in found
+
+
 def test_only_dense_forwards_without_options() -> None:
     kernel = registry.get("fwd_minimal")
     assert diagnosis.supported(kernel, PLAIN)
