@@ -49,7 +49,8 @@ def measure(numbers: Iterable[int]) -> Iterator[Row]:
 
 def _of_kernel(chosen: list[Fault]) -> Iterator[Row]:
     """The faults of one kernel in one session."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
+        os.environ["SANDBOX_CACHE_DIR"] = cache  # nothing is compiled in advance
         name = f"{_NAME}_{chosen[0].kernel}"
         source = Path(folder) / f"{name}.cu"
         source.with_suffix(".py").write_text(chosen[0].correct(".py", name))
@@ -64,6 +65,7 @@ def _of_kernel(chosen: list[Fault]) -> Iterator[Row]:
                 yield _row(fault, versions, before)
                 source.write_text(fault.correct(".cu", name))
                 _complete(versions)
+    del os.environ["SANDBOX_CACHE_DIR"]
     others = [path for path in os.environ.pop(registry.VARIABLE).split(os.pathsep) if Path(path).is_dir()]
     if others:
         os.environ[registry.VARIABLE] = os.pathsep.join(others)
