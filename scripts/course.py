@@ -1,9 +1,11 @@
 """Runs `watch` on the planted faults of the course, on the CPU backend, and stores what it finds.
 
-python scripts/course.py measure [NUMBER ...]   runs the faults, all by default; writes scripts/course.jsonl
-python scripts/course.py table                  writes docs/course.md from the stored rows
+python scripts/course.py measure [NUMBER ...]    runs the faults, all by default; writes scripts/course.jsonl
+python scripts/course.py sanitize [NUMBER ...]   runs compute-sanitizer on them; writes scripts/course_gpu.jsonl
+python scripts/course.py table                   writes docs/course.md from the stored rows
 
-Each fault is saved over a correct version in a running session, as an editor does.
+`measure` saves each fault over a correct version in a running session, as an editor does. `sanitize` needs a GPU; it
+runs a launch of the smallest tile on a small problem under each tool, several at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,18 @@ from sandbox.core import jsonl, registry
 from sandbox.course import faults
 from sandbox.course.faults import Fault
 from sandbox.launch.dlpack import HOST
+from sandbox.verify import compute_sanitizer
+from sandbox.verify.sanitize import on_gpu, small_problems, small_tile
 from sandbox.watch import session
 from sandbox.watch.job import Job
 from sandbox.watch.session import Iteration
 
 ROWS = Path(__file__).with_name("course.jsonl")
+GPU_ROWS = Path(__file__).with_name("course_gpu.jsonl")
 TABLE = ROOT / "docs" / "course.md"
 LIMIT_SECONDS = 5.0
+_TOOL_SECONDS = 25.0  # limit of one tool of compute-sanitizer, for kernels that hang
+_AT_ONCE = 10  # tools of compute-sanitizer
 _NAME = "course"
 Row = dict[str, Any]
 
@@ -137,10 +145,45 @@ def is_right(fault: Fault, said: str) -> bool:
     return bool(re.search(fault.expected, said)) or bool(lines & {*near})
 
 
+def sanitize(numbers: Iterable[int]) -> Iterator[Row]:
+    """A row for each fault and tool of compute-sanitizer."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_AT_ONCE) as pool:
+        for number in numbers:
+            faults.start(number, Path(folder))
+        registry.add(Path(folder))
+
+        def inspected(job: tuple[int, str]) -> Row:
+            number, tool = job
+            kernel, started = registry.get(faults.get(number).name), time.perf_counter()
+            tile = small_tile(kernel)
+            inspection = on_gpu(tool, kernel, small_problems(kernel, tile)[0], tile, _TOOL_SECONDS)
+            found = [
+                ", ".join([f.what, *map(str, f.places[:2])]).replace(f"{folder}/", "") for f in inspection.findings
+            ]
+            seconds = round(time.perf_counter() - started, 1)
+            return {
+                "number": number,
+                "tool": tool,
+                "found": found[:1],
+                "failed": inspection.message,
+                "seconds": seconds,
+            }
+
+        yield from pool.map(inspected, [(number, tool) for number in numbers for tool in compute_sanitizer.TOOLS])
+
+
+def on_the_gpu() -> dict[int, str]:
+    """{fault: the tools of compute-sanitizer that report it}."""
+    rows = jsonl.read(GPU_ROWS)
+    numbers = dict.fromkeys(row["number"] for row in rows)
+    return {n: ", ".join(row["tool"] for row in rows if row["number"] == n and row["found"]) or "-" for n in numbers}
+
+
 def table(rows: list[Row]) -> str:
     """The rows as a table, with the counts below it."""
-    lines = ["| | kernel | topic | found by | seconds | CPU seconds | cause or line in the first sentence |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    titles = ("", "kernel", "topic", "found by", "seconds", "CPU seconds", "cause or line in the first sentence")
+    lines = [f"| {' | '.join((*titles, 'compute-sanitizer'))} |", f"|{' --- |' * 8}"]
+    gpu = on_the_gpu()
     for row in rows:
         fault = faults.get(row["number"])
         figures = ("-", "-", "-", "no")
@@ -151,7 +194,13 @@ def table(rows: list[Row]) -> str:
                 f"{row['cpu_seconds']:.1f}",
                 "yes" if row["right"] else "no",
             )
-        cells = (f"{fault.number}{' *' if fault.later else ''}", f"`{fault.kernel}`", fault.topic, *figures)
+        cells = (
+            f"{fault.number}{' *' if fault.later else ''}",
+            f"`{fault.kernel}`",
+            fault.topic,
+            *figures,
+            gpu.get(fault.number, "not run"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", counted(rows), ""])
 
@@ -193,22 +242,24 @@ def _cpu_seconds() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "table"])
+    parser.add_argument("what", choices=["measure", "sanitize", "table"])
     parser.add_argument("numbers", nargs="*", type=int, help="numbers of faults")
     arguments = parser.parse_args()
     if arguments.what == "table":
         write(table(stored()))
         return
-    rows = {row["number"]: row for row in stored()}
-    for row in measure(arguments.numbers or faults.every()):
-        rows[row["number"]] = row
-        print(
-            *(row.get(name) for name in ("number", "seconds", "cpu_seconds", "tool", "right", "sentence")), flush=True
-        )
-    with jsonl.locked(ROWS) as file:
+    chosen = arguments.numbers or list(faults.every())
+    measuring = arguments.what == "measure"
+    path, kept = (ROWS, stored()) if measuring else (GPU_ROWS, jsonl.read(GPU_ROWS))
+    rows = [row for row in kept if row["number"] not in chosen]
+    for row in (measure if measuring else sanitize)(chosen):
+        rows.append(row)
+        shown = ("number", "seconds", "cpu_seconds", "tool", "right", "sentence", "found", "failed")
+        print(*(row[name] for name in shown if name in row), flush=True)
+    with jsonl.locked(path) as file:
         file.truncate(0)
-        for number in sorted(rows):
-            jsonl.add(file, rows[number])
+        for row in sorted(rows, key=lambda row: row["number"]):
+            jsonl.add(file, row)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from .tables import of_terminal
 def page(timeline: Timeline) -> str:
     """HTML of a timeline. Raises ToolchainMissing without jinja2."""
     colours, shares = plot.colours(timeline), "Share of time by step" if timeline.timed else "Share of marks by step"
+    about = [report.headline(timeline), *([] if timeline.timed else [report.ORDER_ONLY])]
     return render(
-        "tracks.html", title=f"{timeline.kernel}: timeline", about=[report.headline(timeline)], colours=colours,
+        "tracks.html", title=f"{timeline.kernel}: timeline", about=about, colours=colours,
         data=_data(timeline, [*colours]), table=of_terminal(report.shares_table(timeline), shares),
         heading=report.heading(timeline), remarks=report.remarks(timeline), unit=timeline.unit,
         until=plot.shown_until(timeline),

@@ -13,6 +13,7 @@ from ..verify.report import si_time, table
 from .record import Step, Timeline, Track
 
 _WAITS = 5
+ORDER_ONLY = "a tick is one mark of the block: the CPU backend shows the order of the threads, not time"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def remarks(timeline: Timeline) -> Sequence[str]:
         plain, marked = map(si_time, timeline.seconds)
         notes.append(f"marks cost {timeline.slowdown:+.1%}: {plain} without them, {marked} with them")
     else:
-        notes.append("a tick is one mark of the block: the CPU backend shows the order of the threads, not time")
+        notes.append(ORDER_ONLY)
     if timeline.lost:
         notes.append(f"{timeline.lost} marks were overwritten and are not shown: use a smaller problem")
     if timeline.same is False:

@@ -43,14 +43,17 @@ class Probe(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause of a wrong result, "" if none is known; the condition under which it occurs; where to look."""
+    """The cause of a wrong result, "" if none is known; the condition under which it occurs; where to look. `on`: the
+    small problem that shows it, to which rows and keys refer."""
 
     cause: str = ""
     condition: str = ""
     places: tuple[str, ...] = ()
+    on: str = ""
 
     def __str__(self) -> str:
         said = "; ".join(filter(None, (self.cause, self.condition)))
+        said += f" (on {self.on})" if said and self.on else ""
         look = f"; look at {', '.join(self.places)}" if self.places else ""
         return f"{said}{look}" if said else ""
 
@@ -188,10 +191,10 @@ def _diagnose(e: _Examined, case: Case) -> Diagnosis:
             if e.late:
                 return Diagnosis()
             if (outputs := e.wrong(probe.case)) is not None:
-                return _explain(e, probe, outputs)
+                return replace(_explain(e, probe, outputs), on=str(probe.case.problem))
         return Diagnosis()
     condition = _condition_of_base(e, base.case.problem)
-    return _explain(e, base._replace(condition=condition), outputs)
+    return replace(_explain(e, base._replace(condition=condition), outputs), on=str(base.case.problem))
 
 
 def _condition_of_base(e: _Examined, base: Problem) -> str:
