@@ -273,7 +273,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kernel", [*BACKWARD, None], ids=lambda kernel: kernel.name if kernel else "adds")
 def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, allocated: list[int]) -> None:
-    """delta, at most one fp32 accumulator of dQ's shape (here of whole tiles), partial dK and dV, and a few counters."""
+    """delta, at most one fp32 accumulator of dQ's shape (of whole tiles), partial dK and dV, and a few counters."""
     kernel = kernel or adds
     dtype = getattr(torch, kernel.dtypes[0])
     dout, q, k, v, out, lse = (torch.from_numpy(x) for x in arrays(1, 2, 128, 64))
