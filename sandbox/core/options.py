@@ -1,7 +1,7 @@
 """The score options, one row each: everything about an option except its arithmetic.
 
 The arithmetic is in kernels_cu/include/score_mod.cuh and mask.cuh, and in sandbox/reference/score.py. Macros and the
-fields of the argument `score` follow from the table: an option that is not used has neither. `Score` of score_mod.cuh
+fields of the argument `score` follow from the table: an option that is not used has neither. `Score` of score.cuh
 declares the fields in the same order.
 """
 
@@ -451,7 +451,7 @@ def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
 
 
 def score_structure(problem: Problem) -> type[ctypes.Structure]:
-    """`Score` of include/score_mod.cuh, as it is compiled for this problem."""
+    """`Score` of include/score.cuh, as it is compiled for this problem."""
     fields: list[tuple[str, type]] = [(one.name, one.ctype) for one in _numbers(problem)]
     for tensor in score_tensors(problem):
         fields += [(tensor.pointer, _POINTER), *((name, _STRIDE) for name in tensor.strides)]

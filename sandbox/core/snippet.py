@@ -30,7 +30,7 @@ def column_of(line: str, column: int) -> int:
 
 
 def header(score: Score) -> str:
-    """`struct Snippet`, as include/score_mod.cuh uses it. Mistakes are reported in files called "score" and "mask", and
+    """`struct Snippet`, as include/score.cuh uses it. Mistakes are reported in files called "score" and "mask", and
     "score-end" or "mask-end" where an expression ends too early (see core/score_errors.py)."""
     members = "".join(
         f"    SnippetTensor<{_TYPES[like.dtype]}, {len(like.shape)}> {name};\n" for name, like in score.structure[2]

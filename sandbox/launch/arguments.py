@@ -257,7 +257,7 @@ Arguments = ArgumentBlock | PackedArguments
 
 
 def score_argument(problem: Problem, tensors: Mapping[str, Tensor]) -> tuple[ctypes.Structure, dict[str, Any]]:
-    """`Score` of include/score_mod.cuh, and its fields that hold addresses, by the names of the tensors."""
+    """`Score` of include/score.cuh, and its fields that hold addresses, by the names of the tensors."""
     value = score_structure(problem)()
     for name, number in score_numbers(problem).items():
         setattr(value, name, number)

@@ -102,7 +102,7 @@ def test_the_structs_of_host_and_device_have_the_same_order() -> None:
                             softcap=1.0, bias=(2, 4, 8, 8), mask=(2, 4, 8, 8), key_lengths=True, ragged=(16, 16),
                             descale=((2, 4),) * 3)  # fmt: skip
     paged = sandbox.Problem(2, 4, 8, 16, 8, dtype="float16", page_size=16, key_lengths=True, softcap=1.0, alibi=(4,))
-    text = (ROOT / "kernels_cu/include/score_mod.cuh").read_text()
+    text = (ROOT / "kernels_cu/include/score.cuh").read_text()
     struct = re.sub("//.*", "", text).partition("struct Score {")[2].partition("};")[0]
     for problem in (every, paged):
         names = [name for name, _ in score_structure(problem)._fields_ if "_stride_" not in name]

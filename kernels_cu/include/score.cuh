@@ -1,0 +1,188 @@
+// struct Score: the score options as an argument of every kernel, with the macros that select its fields. score_mod.cuh
+// has the arithmetic.
+#pragma once
+#include "tensor.cuh"
+#include "dual.cuh"
+
+// Defaults of the option macros; 0: not used. Values are bit masks:
+// WINDOW   1: left bound, 2: right bound
+// BIAS     1: Q's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
+// MASK     1; + 4: the same for every key
+// DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
+// SCORE_SNIPPET  1: the user's expressions, generated as CUDA code
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef MASK
+#define MASK 0
+#endif
+#ifndef SINK
+#define SINK 0
+#endif
+#ifndef KEY_LENGTHS
+#define KEY_LENGTHS 0
+#endif
+#ifndef RAGGED
+#define RAGGED 0
+#endif
+#ifndef PAGE_SIZE
+#define PAGE_SIZE 0
+#endif
+#ifndef SCORE_SNIPPET
+#define SCORE_SNIPPET 0
+#endif
+#ifndef DROPOUT
+#define DROPOUT 0
+#endif
+#ifndef DESCALE
+#define DESCALE 0
+#endif
+#ifndef BLOCK_MAP
+#define BLOCK_MAP 0
+#endif
+#ifndef SCORE_BYTES
+#define SCORE_BYTES 16
+#endif
+
+// A tensor that broadcasts to (B, H, Sq, Sk). Strides in elements, 0 in a broadcast dimension. The stride in Sk is 1,
+// or 0 with BIAS & 4, MASK & 4.
+template <class T>
+struct Broadcast {
+    const T* data;
+    long long stride_b, stride_h, stride_i;
+    __device__ __forceinline__ const T* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
+};
+#if BIAS % 4 == 2
+using bias_t = float;
+#else
+using bias_t = dtype_o;
+#endif
+
+// A tensor that broadcasts to (B, heads): one factor per head.
+struct HeadFactors {
+    const float* data;
+    long long stride_b, stride_h;
+    __device__ __forceinline__ float operator()(int b, int h) const { return data[b * stride_b + h * stride_h]; }
+};
+
+#if SCORE_SNIPPET
+// A tensor with RANK dimensions that the user's expressions read as name(i, j). Strides in elements.
+template <class T, int RANK>
+struct SnippetTensor {
+    const T* data;
+    long long strides[RANK ? RANK : 1];
+    template <class... I>
+    __device__ __forceinline__ auto operator()(I... indices) const {
+        static_assert(sizeof...(I) == RANK, "a tensor takes one index per dimension");
+        const long long at[] = {static_cast<long long>(indices)..., 0};
+        long long offset = 0;
+        for (int axis = 0; axis < RANK; ++axis) offset += at[axis] * strides[axis];
+        return read(data[offset]);
+    }
+
+  private:
+    static __device__ __forceinline__ int read(int x) { return x; }
+    static __device__ __forceinline__ bool read(bool x) { return x; }
+    template <class Float>
+    static __device__ __forceinline__ Real read(Float x) {
+        return static_cast<float>(x);
+    }
+};
+#include <score_snippet.cuh>  // struct Snippet, generated from the user's expressions (sandbox/core/snippet.py)
+#else
+struct Snippet {
+    static constexpr bool SCORES = false, HIDES = false;
+};
+#endif
+
+// An argument of every kernel, passed by value. score_fields in sandbox/core/options.py has the same fields.
+struct Score {
+    int Sq, Sk;
+    int diagonal;  // key i + diagonal is on the diagonal of query i (Sk - Sq: bottom-right, 0: top-left)
+    float scale;
+#if WINDOW
+    int left, right;  // visible keys: i + diagonal - left .. i + diagonal + right, inclusive; causal: right <= 0
+#endif
+#if SOFTCAP
+    float softcap;
+#endif
+#if DROPOUT
+    unsigned dropout_threshold;  // an element is kept if (its 16 random bits) << 16 is at least this
+    float dropout_factor;        // of kept elements: 1 / (1 - p), or 0 if p = 1
+#endif
+#if KEY_LENGTHS || RAGGED
+    int bottom_right;  // whether `diagonal` is Sk - Sq of each batch entry
+#endif
+#if RAGGED
+    int rows_q;  // total rows of the tensors; Sq is then max_seqlen_q
+#if !PAGE_SIZE
+    int rows_k;  // of the keys; Sk is then max_seqlen_k
+#endif
+    int sequences;  // batch size
+#endif
+#if PAGE_SIZE
+    int pages;  // of K and V
+#endif
+#if DESCALE
+    float descale;  // of V. Descales of Q and K that are the same for all heads are part of `scale`
+    int group;      // H / Hk
+#endif
+#if RAGGED
+    const int* cu_seqlens_q;  // (sequences + 1,)
+    long long cu_seqlens_q_stride_b;
+#if !PAGE_SIZE
+    const int* cu_seqlens_k;
+    long long cu_seqlens_k_stride_b;
+#endif
+#endif
+#if KEY_LENGTHS
+    const int* key_lengths;  // (B,)
+    long long key_lengths_stride_b;
+#endif
+#if PAGE_SIZE
+    const int* block_table;  // (B, ceil(Sk / PAGE_SIZE))
+    long long block_table_stride_b, block_table_stride_i;
+#endif
+#if ALIBI
+    const float* slopes;  // (B, H), strides in elements
+    long long slopes_stride_b, slopes_stride_h;
+#endif
+#if BIAS
+    Broadcast<bias_t> bias;
+#endif
+#if MASK
+    Broadcast<bool> mask;
+#endif
+#if SINK
+    const float* sink;  // (H,)
+    long long sink_stride;
+#endif
+#if DROPOUT
+    const unsigned long long* seed;  // one element
+#endif
+#if DESCALE & 1
+    HeadFactors descale_q;
+#endif
+#if DESCALE & 2
+    HeadFactors descale_k;
+#endif
+#if DESCALE & 4
+    HeadFactors descale_v;
+#endif
+#if BLOCK_MAP
+    Broadcast<unsigned> block_map;  // block_map.cuh
+#endif
+#if SCORE_SNIPPET
+    Snippet snippet;
+#endif
+};
+static_assert(sizeof(Score) == SCORE_BYTES, "Score and sandbox/core/options.py disagree");
