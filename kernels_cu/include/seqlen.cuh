@@ -194,7 +194,7 @@ struct SeqlenInfo {
     }
     // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The batch coordinate is the row
     // at which the sequence ends, and the row coordinate is relative to it: rows of the box beyond the end are outside
-    // of the tensor map, so that a load fills them with zeros and a store skips them (tma_load in hopper.cuh).
+    // of the tensor map, so that a load fills them with zeros and a store skips them (tma_load in tma.cuh).
     __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
     __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
 #else

@@ -24,11 +24,11 @@ class Tensor(Protocol):
 
 
 _BOX_BYTES = 128  # bytes of a box row: the width of the swizzle
-RAGGED_ROWS = 2**30  # include/hopper.cuh
+RAGGED_ROWS = 2**30  # include/tma.cuh
 
 
 class TensorMap(ctypes.Structure):
-    """`TensorMap` of include/hopper.cuh: a CUtensorMap, or, on the CPU backend, a `Box`."""
+    """`TensorMap` of include/tma.cuh: a CUtensorMap, or, on the CPU backend, a `Box`."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
