@@ -21,53 +21,12 @@
 //
 // Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first tile. If a P is too large, S is computed again
 // (K is still in its stage) and m is raised, by all four warps together, because each has columns of O of all rows. The
-// named barrier after the store of P also combines the warps' votes. Measurements: experiments/020_decode.
+// named barrier after the store of P also combines the warps' votes. Layouts and shared memory: decode_tiles_wgmma.cuh.
+// Measurements: experiments/020_decode.
 #define FALLBACK_INLINE __forceinline__
-#include "pipeline.cuh"
+#include "decode_tiles_wgmma.cuh"
 #include "non_finite.cuh"
-#include "score_mod.cuh"
-#include "softmax_rows.cuh"
-#include "swizzle.cuh"
-#include "packed_rows.cuh"
 #include "wgmma_fragment.cuh"
-
-constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads of the warpgroup; with the load warp
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-constexpr int N = BLOCK_M / 2;           // a thread's accumulators of S^T, and of 64 columns of O^T
-using Fragment = QueryColumns<BLOCK_M>;  // of S^T and O^T: columns are packed rows
-constexpr int ROWS_PER_THREAD = Fragment::ROWS;
-using Queries = Swizzled<BLOCK_M, D_PAD>;
-using Keys = Swizzled<BLOCK_N, D_PAD>;
-using Values = Swizzled<BLOCK_N, DV_PAD>;
-using Pairs = Swizzled<BLOCK_M, BLOCK_N>;   // P; and 64 columns of O
-constexpr bool OVERLAP_QK = BLOCK_M <= 32;  // S^T of the next tile before O^T of this one; with 64 rows it spills
-constexpr float P_LIMIT = 16384.0f;         // fp16 holds it (max 65504)
-constexpr unsigned CONSUMER_BARRIER = 1, BARRIERS_READY = 2;  // named barriers
-static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
-static_assert(Values::SLABS <= 2, "O finds room where P was");
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
-
-// Names that end in _AT are offsets in shared memory, in bytes.
-constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * Pairs::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
-                   ROW_STATS_AT = V_AT + STAGES * Values::BYTES, BARRIERS_AT = ROW_STATS_AT + 5 * 4 * BLOCK_M;
-using KPipeline = Pipeline<BARRIERS_AT>;
-using VPipeline = Pipeline<KPipeline::END>;
-static_assert(SMEM_BYTES == BARRIERS_AT + 32 * STAGES, "spec and kernel disagree on shared memory");
-
-__device__ __forceinline__ void init_barriers(SmemAddr base) {
-    for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(KPipeline::full(base, stage), 1);
-        mbarrier_init(VPipeline::full(base, stage), 1);
-        mbarrier_init(KPipeline::empty(base, stage), 4);  // one lane of each warp
-        mbarrier_init(VPipeline::empty(base, stage), 4);
-    }
-    fence_proxy_async();
-}
-
-// own_row: which of the thread's rows element k of S^T or O^T belongs to. row_of: row of the tile, r-th of lanes 4 g +
-// q.
-__device__ constexpr int own_row(int k) { return Fragment::row(k); }
-__device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
 
 // The thread that loads K and V of all work tiles.
 __device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& K, const View<const dtype>& V,
