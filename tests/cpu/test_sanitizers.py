@@ -210,8 +210,12 @@ def fences(name: str) -> list[tuple[str, int]]:
     ]
 
 
+HEADERS = {"fwd_wgmma": "fwd_tiles.cuh", "fwd_decode_wgmma": "decode_tiles_wgmma.cuh"}  # that only one kernel uses
 FENCES = [("bwd_wgmma", *fence) for fence in fences("bwd_wgmma")] + [
-    (name, *random.Random(f"{SEED} {name}").choice([f for f in fences(name) if f[0] == f"{name}.cu"]))
+    (
+        name,
+        *random.Random(f"{SEED} {name}").choice([f for f in fences(name) if f[0] in (f"{name}.cu", HEADERS.get(name))]),
+    )
     for name in ("fwd_wgmma", "fwd_wgmma_fp8", "fwd_decode_wgmma", "bwd_wgmma_head", "bwd_wgmma_persistent")
 ]
 
