@@ -77,6 +77,11 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
+// Named barriers; 0 is __syncthreads. A turn has 256 threads: the consumer that waits, and the one before it.
+__device__ __forceinline__ unsigned consumer_barrier(unsigned consumer) { return 1 + consumer; }  // of its 128 threads
+__device__ __forceinline__ unsigned scheduler_barrier(unsigned consumer) { return 4 + consumer; }
+constexpr unsigned TURN_THREADS = 2 * 128;
+
 __device__ __forceinline__ TileInfo& tile_info(char* smem, unsigned consumer, unsigned parity) {
     return reinterpret_cast<TileInfo*>(smem + TILE_INFO_AT)[2 * consumer + parity];
 }
@@ -159,171 +164,236 @@ __device__ __forceinline__ void transpose_tiles(char* smem, SmemAddr base, unsig
     }
 }
 
+// The arguments of the kernel that the consumers use, which are in constant memory (__grid_constant__).
+struct Arguments {
+    const View<const dtype>&Q, &K;
+    const View<const dtype_v>& V;
+    const View<dtype_o>& O;
+    float* const LSE;
+    const int H, group;
+    const Score& score;
+    float* const partials;
+};
+
+// A consumer warpgroup's part of a work tile: 64 query rows.
+struct ConsumerWarpgroup {
+    using FragmentS = float[BLOCK_N / 2];
+    using FragmentP = unsigned[BLOCK_N / 32][4];
+    using LongSums = PartialO<HEAD_DIM_V / 2, THREADS - 128>;
+
+    const Arguments& args;
+    const SmemAddr base;
+    const unsigned warp, lane, consumer, own_turn, next_turn;  // turns: see scheduler_barrier
+    const unsigned pipe_index;  // key tiles of earlier work tiles; the highest bit is the phase of Q's barriers
+    const WorkTileRange work_tile;
+    const int m0, first_row;  // of the warpgroup, of the warp
+    const Head head;
+    const float exponent;              // of P = exp2((S - m) * exponent)
+    const Range own;                   // key tiles that the warpgroup sees
+    const int tiles, first_own, last;  // their number, and their indices in the work tile
+    const Range fully_visible;         // keys that all rows of the warp see
+
+    __device__ __forceinline__ ConsumerWarpgroup(const Arguments& args, SmemAddr base, unsigned warp, unsigned lane,
+                                                 unsigned pipe_index, const TileInfo& info)
+        : args(args), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1), own_turn(scheduler_barrier(consumer)),
+          next_turn(scheduler_barrier((consumer + 1) % CONSUMERS)), pipe_index(pipe_index),
+          work_tile(uniform(info), args.score), m0(work_tile.m0 + 64 * consumer), first_row(m0 + warp % 4 * 16),
+          head(args.score, work_tile.b, work_tile.h), exponent(head.unit * Head::LOG2E),
+          own(STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64)),
+          tiles(has_rows() ? own.end - own.begin : 0), first_own(first_own_tile(work_tile, own, tiles)),
+          last(first_own + tiles - 1), fully_visible(head.fully_visible_keys(first_row, first_row + 16)) {}
+
+    // Whether the warpgroup has rows in this work tile.
+    __device__ __forceinline__ bool has_rows() const { return m0 < min(head.Sq, work_tile.end); }
+
+    // All key tiles that the warpgroup sees. Each iteration: P V of a key tile, and Q K^T and softmax of the next one.
+    __device__ __forceinline__ void mainloop(Fp8SoftmaxState& softmax) {
+        const LongSums long_sums(args.partials, blockIdx.x);
+        FragmentS S;
+        FragmentP P;
+        first_tile(softmax, S, P);
+        unsigned V_full = 0, K_full = 0;  // results of test_wait, issued ahead of the exponentials
+#pragma unroll 1
+        for (int j = first_own; j < last; ++j) {
+            const int tiles_in_O = (j - first_own) % SPLIT_TILES;  // key tiles accumulated in the tensor cores
+            if (tiles_in_O == 0 && j > first_own) {
+                if (j - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, exponent);
+                long_sums.store(softmax.O, softmax.m);
+            }
+            TIMELINE(wait_V);
+            wait<VtPipeline>(j, V_full);
+            TIMELINE(wait_barrier);
+            wait_turn();
+            TIMELINE(multiply);
+            mma_PV(softmax, P, j, tiles_in_O > 0);
+            TIMELINE(wait_K);
+            wait<KPipeline>(j + 1, K_full);
+            wait_PV(softmax);
+            wgmma_discard(S);
+            mma_QK(S, j + 1);
+            pass_turn();
+            release<VtPipeline>(j);
+            finish_S(S, j + 1);
+            if (!CHECK_SUMS && softmax.scores_too_large(S, exponent)) softmax.rescale(S, exponent);
+            V_full = is_full<VtPipeline>(j + 1), K_full = is_full<KPipeline>(j + 2);
+            float sums[2][2];
+            softmax.exponentiate(S, exponent, sums);
+            if (CHECK_SUMS && softmax.sums_too_large(sums)) softmax.rescale_after_exp(S, sums, exponent);
+            softmax.add(sums);
+            convert_P(P, S, head, first_row, work_tile.keys_at(j + 1));
+        }
+        last_PV(softmax, P, long_sums);
+    }
+
+    // Q K^T and softmax of the first key tile.
+    __device__ __forceinline__ void first_tile(Fp8SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
+        wait<KPipeline>(first_own);
+        mma_QK(S, first_own);
+        finish_S(S, first_own);
+        float unused_alpha[2];  // O and l are still 0
+        softmax.raise_max(S, exponent, unused_alpha);
+        float sums[2][2];
+        softmax.exponentiate(S, exponent, sums);
+        softmax.add(sums);
+        convert_P(P, S, head, first_row, work_tile.keys_at(first_own));
+    }
+    // P V of the last key tile. Long sums: adds the other key tiles.
+    __device__ __forceinline__ void last_PV(Fp8SoftmaxState& softmax, const FragmentP& P, const LongSums& long_sums) {
+        wait<VtPipeline>(last);
+        wait_turn();
+        mma_PV(softmax, P, last, last > first_own);
+        wait_PV(softmax);
+        pass_turn();
+        release<VtPipeline>(last);
+        if (last - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, exponent);
+    }
+
+    // S = Q K^T
+    __device__ __forceinline__ void mma_QK(FragmentS& S, int j) const {
+        const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
+        const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(pipe_index + j) * Keys::BYTES));
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < D_PAD / 32; ++step)
+            wgmma8<dtype>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
+        wgmma_commit();
+    }
+    // Waits for Q K^T: S becomes the raw scores, -INF where masked.
+    __device__ __forceinline__ void finish_S(FragmentS& S, int j) const {
+        TIMELINE(wait_S);
+        wgmma_wait<0>();
+        TIMELINE(softmax);
+        warpgroup_fence_operand(S);
+        release<KPipeline>(j);
+        if (j == last) release_Q();
+        score_mod_and_mask(S, head, fully_visible, first_row + lane / 4, work_tile.keys_at(j), lane % 4);
+    }
+    // O += P V, or O = P V.
+    __device__ __forceinline__ void mma_PV(Fp8SoftmaxState& softmax, const FragmentP& P, int j, bool accumulate) const {
+        const Descriptor Vt_smem = Transposed::k_major(address(base + VT_AT + stage_of(pipe_index + j) * VT_BYTES));
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / 32; ++step)
+            wgmma8<dtype_v>(softmax.O, P[step], Vt_smem + Transposed::k_step(step), step > 0 || accumulate);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void wait_PV(Fp8SoftmaxState& softmax) const {
+        TIMELINE(wait_PV);
+        wgmma_wait<0>();
+        TIMELINE(multiply);
+        warpgroup_fence_operand(softmax.O);
+    }
+
+    // Key tiles j .. end - 1 of the work tile, which only other consumers see.
+    __device__ __forceinline__ void skip_tiles(int j, int end) const {
+#pragma unroll 1
+        for (; j < end; ++j) {
+            wait_turn();
+            pass_turn();
+            wait<KPipeline>(j);
+            release<KPipeline>(j);
+            wait<VtPipeline>(j);
+            release<VtPipeline>(j);
+        }
+    }
+
+    // Wide heads: recompute the descriptors, which would not fit in registers.
+    static __device__ __forceinline__ SmemAddr address(SmemAddr tile) {
+        return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile;
+    }
+    // Whether key tile j has been loaded; the wait for it does not test again if is_full.
+    template <class TilePipeline>
+    __device__ __forceinline__ unsigned is_full(int j) const {
+        const unsigned i = pipe_index + j;
+        return mbarrier_test_wait(TilePipeline::full(base, stage_of(i)), parity_of(i));
+    }
+    template <class TilePipeline>
+    __device__ __forceinline__ void wait(int j, unsigned is_full = 0) const {
+        const unsigned i = pipe_index + j;
+        mbarrier_wait_unless(is_full, TilePipeline::full(base, stage_of(i)), parity_of(i));
+    }
+    template <class TilePipeline>
+    __device__ __forceinline__ void release(int j) const {
+        if (lane == 0) TilePipeline::release(base, pipe_index + j);
+    }
+    __device__ __forceinline__ void release_Q() const {
+        if (lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+    }
+    // Ping-pong: the consumers issue their wgmmas in turn.
+    __device__ __forceinline__ void wait_turn() const {
+        if (PING_PONG) named_barrier_sync(own_turn, TURN_THREADS);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (PING_PONG) named_barrier_arrive(next_turn, TURN_THREADS);
+    }
+};
+
 using StreamK = StreamKExchange<Fp8SoftmaxState, THREADS - 128>;
 
-// A consumer warpgroup: the mainloop and the epilogue of all work tiles, 64 query rows of each.
-__device__ __forceinline__ void consumer_warpgroup(char* smem, SmemAddr base, unsigned warp, unsigned lane,
-                                                   const View<const dtype>& Q, const View<const dtype>& K,
-                                                   const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE,
-                                                   int H, int group, const Score& score, float* partials) {
-    const unsigned consumer = warp / 4 - 1, consumer_barrier = 1 + consumer;  // named barrier of 128 threads
-    const unsigned scheduler_barrier = 4 + consumer, next_scheduler_barrier = 4 + (consumer + 1) % CONSUMERS;
-    const int g = lane / 4, q = lane % 4;
-    unsigned pipe_index = 0;  // key tiles of earlier work tiles; the highest bit is the phase of Q's barriers
-    if (PING_PONG && consumer == CONSUMERS - 1) named_barrier_arrive(next_scheduler_barrier, 256);  // consumer 0 starts
+// Rows m0 .. m0 + 63 of O and LSE; stream-K: unless a later block finalizes the work tile.
+__device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInfo& info, int m0, float exponent,
+                                         unsigned warp, unsigned lane, const Arguments& args) {
+    const unsigned consumer = warp / 4 - 1;
+    const StreamK stream_k{args.partials, consumer};
+    if (STREAM_K && info.split.end * BLOCK_N < args.score.Sk) {  // the next block has key tiles, too
+        stream_k.publish(softmax, info.block, consumer_barrier(consumer), warp % 4 == 0 && lane == 0);
+        return;
+    }
+    if (STREAM_K && info.split.begin > 0) stream_k.merge(softmax, info.first, info.block, exponent);
+
+    const Head scaled(args.score, info.b, info.h);
+    // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite, or have very large scores, are
+    // recomputed. Rare.
+    if (named_barrier_or(consumer_barrier(consumer), 128,
+                         !softmax.finite() || softmax.large(scaled.unit * Head::LOG2E)))
+        attend_non_finite<64, 4>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, info.b, info.h,
+                                 args.H, m0, warp % 4);
+    else store_O_and_LSE(softmax, info, scaled, args.O, args.LSE, args.H, lane % 4);
+}
+
+// A consumer warpgroup: 64 query rows of each work tile of the block.
+__device__ __forceinline__ void consume(char* smem, SmemAddr base, unsigned warp, unsigned lane,
+                                        const Arguments& args) {
+    const unsigned consumer = warp / 4 - 1;
+    unsigned pipe_index = 0;  // see ConsumerWarpgroup
+    if (PING_PONG && consumer == CONSUMERS - 1)
+        named_barrier_arrive(scheduler_barrier(0), TURN_THREADS);  // consumer 0 starts
 
 #pragma unroll 1
     for (;;) {
         mbarrier_wait(base + FULL_Q + 8 * consumer, pipe_index >> 31);
         const TileInfo& info = tile_info(smem, consumer, pipe_index >> 31);
         if (info.b < 0) break;
-        const WorkTileRange work_tile(uniform(info), score);
-        const int m0 = work_tile.m0 + 64 * consumer, first_row = m0 + warp % 4 * 16;  // of the warpgroup, of the warp
-        const Head head(score, work_tile.b, work_tile.h);
-        const float exponent = head.unit * Head::LOG2E;
-        const Range own = STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64);  // seen by the warpgroup
-        const int tiles = own.end - own.begin, first_own = first_own_tile(work_tile, own, tiles);
-        const Range fully_visible = head.fully_visible_keys(first_row, first_row + 16);  // keys that all rows see
+        ConsumerWarpgroup warpgroup(args, base, warp, lane, pipe_index, info);
+        const int tiles = warpgroup.tiles, visited = warpgroup.work_tile.tiles;
         Fp8SoftmaxState softmax;
-        // Wide heads: recompute the descriptors, which would not fit in registers.
-        const auto address = [](SmemAddr tile) { return D_PAD > 128 || HEAD_DIM_V > 128 ? uniform(tile) : tile; };
-        const auto is_full = [&](auto pipeline, int j) {
-            const unsigned i = pipe_index + j;
-            return mbarrier_test_wait(pipeline.full(base, stage_of(i)), parity_of(i));
-        };
-        const auto wait = [&](auto pipeline, int j, unsigned is_full = 0) {
-            const unsigned i = pipe_index + j;
-            mbarrier_wait_unless(is_full, pipeline.full(base, stage_of(i)), parity_of(i));
-        };
-        const auto release = [&](auto pipeline, int j) {
-            if (lane == 0) pipeline.release(base, pipe_index + j);
-        };
-        const auto mma_QK = [&](float (&S)[BLOCK_N / 2], int j) {
-            const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
-            const Descriptor K_smem = Keys::k_major(address(base + K_AT + stage_of(pipe_index + j) * Keys::BYTES));
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < D_PAD / 32; ++step)
-                wgmma8<dtype>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
-            wgmma_commit();
-        };
-        const auto mma_PV = [&](const unsigned (&P)[BLOCK_N / 32][4], int j, bool accumulate) {
-            const Descriptor Vt_smem = Transposed::k_major(address(base + VT_AT + stage_of(pipe_index + j) * VT_BYTES));
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < BLOCK_N / 32; ++step)
-                wgmma8<dtype_v>(softmax.O, P[step], Vt_smem + Transposed::k_step(step), step > 0 || accumulate);
-            wgmma_commit();
-        };
-        const auto wait_PV = [&] {
-            TIMELINE(wait_PV);
-            wgmma_wait<0>();
-            TIMELINE(multiply);
-            warpgroup_fence_operand(softmax.O);
-        };
-        const PartialO<HEAD_DIM_V / 2, THREADS - 128> slot(partials, blockIdx.x);  // for long sums
-        const auto warp_scheduler_barrier_sync = [&] {
-            if (PING_PONG) named_barrier_sync(scheduler_barrier, 256);
-        };
-        const auto warp_scheduler_barrier_arrive = [&] {
-            if (PING_PONG) named_barrier_arrive(next_scheduler_barrier, 256);
-        };
-        const auto skip_tile = [&](int j) {  // a key tile that only other consumers see
-            warp_scheduler_barrier_sync();
-            warp_scheduler_barrier_arrive();
-            wait(KPipeline(), j);
-            release(KPipeline(), j);
-            wait(VtPipeline(), j);
-            release(VtPipeline(), j);
-        };
-
-        if (m0 >= min(head.Sq, work_tile.end)) {  // the warpgroup has no rows in this work tile
-            if (lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
-#pragma unroll 1
-            for (int j = 0; j < work_tile.tiles; ++j) skip_tile(j);
-            pipe_index = pipe_index + work_tile.tiles ^ 1u << 31;
-            continue;
-        }
-#pragma unroll 1
-        for (int j = 0; j < first_own; ++j) skip_tile(j);
-        if (tiles > 0) {
-            const int last = first_own + tiles - 1;
-            float S[BLOCK_N / 2];
-            unsigned P[BLOCK_N / 32][4];
-            const auto finish_S = [&](int j) {  // waits for Q K^T; raw scores, masked
-                TIMELINE(wait_S);
-                wgmma_wait<0>();
-                TIMELINE(softmax);
-                warpgroup_fence_operand(S);
-                release(KPipeline(), j);
-                if (j == last && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);  // the last read of Q
-                score_mod_and_mask(S, head, fully_visible, first_row + g, work_tile.keys_at(j), q);
-            };
-            wait(KPipeline(), first_own);
-            mma_QK(S, first_own);
-            finish_S(first_own);
-            float unused_alpha[2];  // O and l are still 0
-            softmax.raise_max(S, exponent, unused_alpha);
-            float sums[2][2];
-            softmax.exponentiate(S, exponent, sums);
-            softmax.add(sums);
-            convert_P(P, S, head, first_row, work_tile.keys_at(first_own));
-            unsigned V_full = 0, K_full = 0;  // results of test_wait, issued ahead of the exponentials
-#pragma unroll 1
-            for (int j = first_own; j < last; ++j) {
-                const int tiles_in_O = (j - first_own) % SPLIT_TILES;  // key tiles accumulated in the tensor cores
-                if (tiles_in_O == 0 && j > first_own) {
-                    if (j - first_own > SPLIT_TILES) slot.add_to(softmax.O, softmax.m, softmax.l, exponent);
-                    slot.store(softmax.O, softmax.m);
-                }
-                TIMELINE(wait_V);
-                wait(VtPipeline(), j, V_full);
-                TIMELINE(wait_barrier);
-                warp_scheduler_barrier_sync();
-                TIMELINE(multiply);
-                mma_PV(P, j, tiles_in_O > 0);
-                TIMELINE(wait_K);
-                wait(KPipeline(), j + 1, K_full);
-                wait_PV();
-                wgmma_discard(S);
-                mma_QK(S, j + 1);
-                warp_scheduler_barrier_arrive();
-                release(VtPipeline(), j);
-                finish_S(j + 1);
-                if (!CHECK_SUMS && softmax.scores_too_large(S, exponent)) softmax.rescale(S, exponent);
-                V_full = is_full(VtPipeline(), j + 1), K_full = is_full(KPipeline(), j + 2);
-                softmax.exponentiate(S, exponent, sums);
-                if (CHECK_SUMS && softmax.sums_too_large(sums)) softmax.rescale_after_exp(S, sums, exponent);
-                softmax.add(sums);
-                convert_P(P, S, head, first_row, work_tile.keys_at(j + 1));
-            }
-            wait(VtPipeline(), last);
-            warp_scheduler_barrier_sync();
-            mma_PV(P, last, last > first_own);
-            wait_PV();
-            warp_scheduler_barrier_arrive();
-            release(VtPipeline(), last);
-            if (last - first_own > SPLIT_TILES) slot.add_to(softmax.O, softmax.m, softmax.l, exponent);
-        }
-        if (tiles <= 0 && lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
-#pragma unroll 1
-        for (int j = first_own + max(tiles, 0); j < work_tile.tiles; ++j) skip_tile(j);
+        warpgroup.skip_tiles(0, warpgroup.first_own);
+        if (tiles > 0) warpgroup.mainloop(softmax);
+        if (tiles <= 0) warpgroup.release_Q();
+        warpgroup.skip_tiles(warpgroup.first_own + max(tiles, 0), visited);
         const TileInfo epilogue_info = tile_info(smem, consumer, pipe_index >> 31);  // read again: saves registers
-        pipe_index = pipe_index + work_tile.tiles ^ 1u << 31;
-        const StreamK stream_k{partials, consumer};
-        if (STREAM_K && epilogue_info.split.end * BLOCK_N < score.Sk) {  // the next block has key tiles, too
-            stream_k.publish(softmax, epilogue_info.block, consumer_barrier, warp % 4 == 0 && lane == 0);
-            continue;
-        }
-        if (STREAM_K && epilogue_info.split.begin > 0)
-            stream_k.merge(softmax, epilogue_info.first, epilogue_info.block, exponent);
-
-        const Head scaled(score, epilogue_info.b, epilogue_info.h);
-        // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite, or have very large scores, are
-        // recomputed. Rare.
-        if (named_barrier_or(consumer_barrier, 128, !softmax.finite() || softmax.large(scaled.unit * Head::LOG2E)))
-            attend_non_finite<64, 4>(Q, K, V, O, LSE, group, score, epilogue_info.b, epilogue_info.h, H, m0, warp % 4);
-        else store_O_and_LSE(softmax, epilogue_info, scaled, O, LSE, H, q);
+        pipe_index = pipe_index + visited ^ 1u << 31;                                // the other phase of Q's barriers
+        if (warpgroup.has_rows()) epilogue(softmax, epilogue_info, warpgroup.m0, warpgroup.exponent, warp, lane, args);
     }
 }
 
@@ -359,6 +429,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consumer_warpgroup(smem, base, warp, lane, Q, K, V, O, LSE, H, group, score, partials);
+    consume(smem, base, warp, lane, Arguments{Q, K, V, O, LSE, H, group, score, partials});
     TIMELINE(done);
 }
