@@ -56,8 +56,9 @@ static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on sha
 using KPipeline = Pipeline<BARRIERS_AT>;
 using VPipeline = Pipeline<KPipeline::END>;
 using VtPipeline = Pipeline<VPipeline::END>;
-constexpr unsigned FULL_Q = VtPipeline::END, EMPTY_Q = FULL_Q + 8 * CONSUMERS;
-constexpr unsigned HAS_TILE_AT = EMPTY_Q + 8 * CONSUMERS;  // per stage of V: 1 if it holds a tile, 0 at the end
+using FullQ = BarrierArray<VtPipeline::END, CONSUMERS>;
+using EmptyQ = BarrierArray<FullQ::END, CONSUMERS>;
+constexpr unsigned HAS_TILE_AT = EmptyQ::END;  // per stage of V: 1 if it holds a tile, 0 at the end
 constexpr unsigned TILE_INFO_AT = (HAS_TILE_AT + 4 * STAGES + 15) / 16 * 16;  // per consumer: two work tiles
 static_assert(TILE_INFO_AT + 64 * CONSUMERS <= SMEM_BYTES, "the barriers must fit in 1024 bytes");
 
@@ -71,8 +72,8 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
         mbarrier_init(VtPipeline::empty(base, stage), 4 * CONSUMERS);
     }
     for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
-        mbarrier_init(base + FULL_Q + 8 * consumer, 1);
-        mbarrier_init(base + EMPTY_Q + 8 * consumer, 4);
+        mbarrier_init(FullQ::at(base, consumer), 1);
+        mbarrier_init(EmptyQ::at(base, consumer), 4);
     }
     fence_proxy_async();
 }
@@ -119,11 +120,11 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
         load_KV(0, min(work_tile.tiles, 1));  // does not depend on the release of the previous Q
 #pragma unroll 1
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-            mbarrier_wait(base + EMPTY_Q + 8 * consumer, work_tiles % 2 ^ 1);
+            mbarrier_wait(EmptyQ::at(base, consumer), work_tiles % 2 ^ 1);
             tile_info(smem, consumer, work_tiles % 2) = work_tile;
             Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(work_tile.m0 + 64 * consumer),
                           Q.stride_h ? work_tile.h : 0, sequence.query_batch(Q.stride_b ? b : 0),
-                          base + FULL_Q + 8 * consumer);
+                          FullQ::at(base, consumer));
         }
         ++work_tiles;
         load_KV(1, work_tile.tiles);
@@ -135,9 +136,9 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
     mbarrier_arrive(VPipeline::full(base, stage_of(pipe_index)));
 #pragma unroll 1
     for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-        mbarrier_wait(base + EMPTY_Q + 8 * consumer, work_tiles % 2 ^ 1);
+        mbarrier_wait(EmptyQ::at(base, consumer), work_tiles % 2 ^ 1);
         tile_info(smem, consumer, work_tiles % 2).b = -1;
-        mbarrier_arrive(base + FULL_Q + 8 * consumer);
+        mbarrier_arrive(FullQ::at(base, consumer));
     }
 }
 
@@ -337,7 +338,7 @@ struct ConsumerWarpgroup {
         if (lane == 0) TilePipeline::release(base, pipe_index + j);
     }
     __device__ __forceinline__ void release_Q() const {
-        if (lane == 0) mbarrier_arrive(base + EMPTY_Q + 8 * consumer);
+        if (lane == 0) mbarrier_arrive(EmptyQ::at(base, consumer));
     }
     // Ping-pong: the consumers issue their wgmmas in turn.
     __device__ __forceinline__ void wait_turn() const {
@@ -381,7 +382,7 @@ __device__ __forceinline__ void consume(char* smem, SmemAddr base, unsigned warp
 
 #pragma unroll 1
     for (;;) {
-        mbarrier_wait(base + FULL_Q + 8 * consumer, pipe_index >> 31);
+        mbarrier_wait(FullQ::at(base, consumer), pipe_index >> 31);
         const TileInfo& info = tile_info(smem, consumer, pipe_index >> 31);
         if (info.b < 0) break;
         ConsumerWarpgroup warpgroup(args, base, warp, lane, pipe_index, info);
