@@ -105,6 +105,7 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = V_AT + SmemLayout
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M, MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(GroupBlockMap) : 0),
               "spec and kernel disagree on shared memory");
+using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 
 using FullK = BarrierArray<BARRIERS_AT, 1>;
 using FullV = BarrierArray<FullK::END, 1>;

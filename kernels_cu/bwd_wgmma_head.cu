@@ -41,6 +41,7 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::
                    dQ_AT = dS_AT + 2 * SmemLayoutPdS::BYTES, STATS_AT = dQ_AT + 4 * DQ_TILE,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
+using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 
 using FullK = BarrierArray<BARRIERS_AT, 1>;
 using FullV = BarrierArray<FullK::END, 1>;
@@ -160,12 +161,11 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ void bwd_step() {
         state.make_uniform();
         const bool has_previous = state.tiles_of_key_tile() > 0;  // within this n_block
-        const unsigned i = state.i(), stage = stage_of(i);
-        const unsigned Q_at = Q_AT + stage * SmemLayoutQ::BYTES, dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES;
+        const unsigned i = state.i();
+        const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         // Without a previous tile the product is discarded: any initialised memory that is not being written will do,
         // here K.
-        const unsigned previous_dS_at = has_previous ? dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES : K_AT;
+        const unsigned dQ_from = has_previous ? previous_dS_at : K_AT;
         const float* const stats =  // of the lane's first two queries
             reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
         unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
@@ -200,7 +200,7 @@ struct ConsumerWarpgroup {
         mma_dKV(dV, P, base + dO_at);
         if (has_previous) wait_dS(i - 1);
         // Discarded in the first iteration: a branch around it would serialise the wgmmas.
-        mma_own_dQ(dQ, previous_dS_at);
+        mma_own_dQ(dQ, dQ_from);
 
         wgmma_wait<2>();  // dP^T
         warpgroup_fence_operand(dP);

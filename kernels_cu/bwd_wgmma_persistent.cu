@@ -47,6 +47,7 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::
                    BARRIERS_AT = SECOND_K_OFFSET + SmemLayoutK::BYTES;
 static_assert(SECOND_K_OFFSET % 1024 == 0, "tiles are aligned to 1024 bytes");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
+using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 
 // Description of one use of the staging buffers. A consumer stages, in this order: in the iteration of each tile dQ of
 // the previous tile; after the last tile of a work tile, dV and then dK. The description of an iteration contains its
@@ -137,10 +138,7 @@ struct ConsumerWarpgroup {
 
     // One m_block, and dQ of the previous one. Returns whether this was the last m_block of the work tile.
     __device__ __forceinline__ bool bwd_step() {
-        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
-                       dO_at = dO_AT + stage * SmemLayoutQ::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES,
-                       previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
+        const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         const float* const stats =  // of the lane's first two queries
             reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
         unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T

@@ -23,12 +23,10 @@ struct ConsumerWarpgroup : KeyConsumer {
     // One m_block, and dQ of the previous one.
     __device__ __forceinline__ void bwd_step() {
         const bool has_previous = i > 0;
-        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
-                       dO_at = dO_AT + stage * SmemLayoutdO::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES;
+        const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         // Without a previous m_block, dQ is computed from any tile and not used: a branch around wgmmas, or a separate
         // first iteration, would serialise them.
-        const unsigned previous_dS_at = has_previous ? dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES : K_AT;
+        const unsigned dQ_from = has_previous ? previous_dS_at : K_AT;
         const float* const stats = stats_of(stage, 0);
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
@@ -73,7 +71,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         wgmma_wait<0>();  // dV: dQ takes the registers of P
         release_stage<dOPipeline>(base, i, elected());
         float dQ[DQ_COLS / 2];
-        mma_own_dQ(dQ, previous_dS_at);
+        mma_own_dQ(dQ, dQ_from);
         fence_proxy_async();
         named_barrier_sync(consumer_barrier(consumer), CONSUMER_THREADS);  // the four warps have written dS
         mma_dK(dS_at, Q_at);

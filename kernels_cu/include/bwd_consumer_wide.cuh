@@ -90,9 +90,8 @@ struct ConsumerWarpgroup {
     // One m_block.
     __device__ __forceinline__ void bwd_step() {
         const bool accumulates = i > 0;  // whether dK and dV contain an earlier m_block
-        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
-                       dO_at = dO_AT + stage * SmemLayoutdO::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES, P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
+        const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
+        const unsigned P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
         const float* const stats = stats_of(stage, query_offset);
         float S[M / 2], dP[M / 2], dQ[COLS / 2];
         TIMELINE(wait_Q);

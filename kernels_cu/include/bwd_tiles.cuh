@@ -70,6 +70,17 @@ struct BwdBarriers {
     }
 };
 
+// Offsets in shared memory of the tiles of m_block i: STAGES tiles of Q at byte Q_TILES and of dO at byte dO_TILES; dS
+// of even and of odd m_blocks at byte dS_TILES.
+template <unsigned Q_TILES, unsigned dO_TILES, unsigned dS_TILES>
+struct BwdTileOffsets {
+    const unsigned stage, Q_at, dO_at, dS_at, previous_dS_at;
+    explicit __device__ __forceinline__ BwdTileOffsets(unsigned i)
+        : stage(stage_of(i)), Q_at(Q_TILES + stage * SmemLayoutQ::BYTES), dO_at(dO_TILES + stage * SmemLayoutdO::BYTES),
+          dS_at(dS_TILES + i % 2 * SmemLayoutPdS::BYTES),
+          previous_dS_at(dS_TILES + (i % 2 ^ 1) * SmemLayoutPdS::BYTES) {}
+};
+
 // The named barriers; 0 is __syncthreads. `consumer` is 0 or 1.
 constexpr unsigned CONSUMERS_BARRIER = 1;  // all threads of both consumers
 // Threads of one consumer.
