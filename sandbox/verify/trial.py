@@ -42,11 +42,12 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
            fill: int = 0xFF) -> Trial:  # fmt: skip
     """Run a kernel on NumPy arrays; `inputs` by the names in the spec's `args`, including O for a backward.
 
-    Before the launch every byte of the outputs, of guard memory around them, and of scratch is NaN; an output that is
-    also an input has the input's values. If an input has
-    gaps between its rows, the rows of the outputs have gaps, too. `before` is called before each launch. `seconds` is
-    the median of `repeats` launches after the first: GPU time between events, or wall-clock time on the CPU backend.
-    `fast`: as for `pipeline.load`; then `seconds` means nothing. `fill`: the byte of the outputs before the launch.
+    Before the launch the outputs, guard memory around them, and scratch are NaN; an output that is also an input has
+    the input's values. Scratch of a backward is 3e38 instead: a backward computes rows of NaN again, which would hide
+    that it reads dQ_accum too early. If an input has gaps between its rows, the rows of the outputs have gaps, too.
+    `before` is called before each launch. `seconds` is the median of `repeats` launches after the first: GPU time
+    between events, or wall-clock time on the CPU backend. `fast`: as for `pipeline.load`; then `seconds` means nothing.
+    `fill`: the byte of the outputs before the launch.
     """
     gap = 0 if all(array.flags.c_contiguous for array in inputs.values()) else _GAP
     suite = suite_of(kernel)
@@ -58,7 +59,10 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     outputs = {name: memory[inner].reshape(shapes[name]) for name, (memory, inner) in made.items()}
     for name in outputs.keys() & inputs.keys():
         outputs[name][...] = inputs[name]
-    scratch = {name: _filled(shape, "float32", 0xFF) for name, shape in scratch_of(kernel, problem, tile).items()}
+    scratch = {
+        name: _filled(shape, "float32", 0x7F if kernel.computes == "backward" else 0xFF)
+        for name, shape in scratch_of(kernel, problem, tile).items()
+    }
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
         prepared = pipeline.prepare(kernel, tile, problem, views, device, fast=fast)
