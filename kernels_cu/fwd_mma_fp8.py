@@ -2,8 +2,6 @@
 
 from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
-FEW_REGISTERS = {"window", "alibi", "sink", "key_lengths", "ragged", "descale"}  # options for 32 rows per warp
-
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, and two stages of K and V; rows padded to a multiple of 32 columns."""
@@ -29,26 +27,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}",
         ),
         (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
-        (
-            t.SUB_N == 32 or max(p.D, p.Dv) <= 96 or p.bounds[1] is None or arch != (9, 0),
-            f"SUB_N={t.SUB_N} spills at D={p.D} with causal or a right window bound on compute capability 9.0: use 32",
-        ),
-        (p.Dv <= 128 or t.SUB_N == 32, f"SUB_N={t.SUB_N} spills at Dv={p.Dv}: use 32"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
-        (
-            rows == 16 or not arch or arch < (10, 0),
-            f"{rows} rows per warp spill on compute capability >= 10.0: use 16",
-        ),
-        (
-            rows == 16 or not (p.reads_elements or p.dropout),
-            f"{rows} rows per warp spill with dropout, a bias, a mask or a Score: use 16",
-        ),
-        (
-            rows == 16
-            or (p.options <= FEW_REGISTERS and p.Dv == p.D and tuple not in map(type, p.descale))
-            or arch != (9, 0),
-            f"{rows} rows per warp spill with {p.variant} on compute capability 9.0: use 16",
-        ),
         (
             accumulators <= 168,
             f"{rows} rows per warp need {accumulators} registers for S and O at Dv={p.Dv}: the limit is 168",
