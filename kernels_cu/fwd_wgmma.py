@@ -98,6 +98,8 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
     if p.ragged and not simple:
         return 128, 64 if width > 128 else 128
+    if p.Dv <= 128 < p.D <= 192 and most_keys(p) >= 128 and not p.bias_tiles:
+        return 128, 128  # experiment 024
     if width > 128:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
