@@ -23,7 +23,7 @@
 // Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first keys, and O is multiplied only if m is raised.
 // The two halves of O are those of FlashMLA (deepseek-ai/FlashMLA, docs/20250422), where each of their warpgroups also
 // computes S of every second key tile.
-#include "latent_combine.cuh"
+#include "latent_output.cuh"
 
 template <bool FLAG>
 struct Flag {
@@ -32,21 +32,21 @@ struct Flag {
 
 // The warpgroup that computes S and P.
 struct ScoreWarpgroup {
+    const BlockTile& tile;
     const SmemAddr base;
     const int warp, lane;  // warp: of the warpgroup's four
     unsigned Q_rmem[Q_REGISTER_SLABS * 4][4];
     using Scores = float[BLOCK_N / 2];
 
-    __device__ __forceinline__ ScoreWarpgroup(SmemAddr base, int warp, int lane)
-        : base(base), warp(warp), lane(lane) {}
+    __device__ __forceinline__ ScoreWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
+        : tile(tile), base(base), warp(warp), lane(lane) {}
 
     // Loads Q: the columns of the first slabs to registers, as A operands, the others to shared memory. Rows and
     // columns out of range become zeros.
-    __device__ __forceinline__ void load_Q(const BlockTile& tile, const View<const dtype>& Q) {
+    __device__ __forceinline__ void load_Q(const View<const dtype>& Q) {
         constexpr int Q_CHUNKS = Queries::SLABS > 0 ? Queries::SLABS * 8 : 1;  // of 16 bytes, per row
-        named_barrier_sync(SCORE_BARRIER, 128);  // all warps have read Q of the previous segment
 #pragma unroll 1
-        for (int i = thread_index_x() % 128; i < (SLABS > Q_REGISTER_SLABS ? BLOCK_M * Q_CHUNKS : 0); i += 128) {
+        for (int i = threadIdx.x % 128; i < (SLABS > Q_REGISTER_SLABS ? BLOCK_M * Q_CHUNKS : 0); i += 128) {
             const int r = i / Q_CHUNKS, chunk = i % Q_CHUNKS;
             const int column = Q_REGISTER_SLABS * 64 + chunk * 8;
             const bool valid = tile.has(r) && column < HEAD_DIM;
@@ -124,13 +124,13 @@ struct ScoreWarpgroup {
             wgmma_wait<LAST ? 0 : 1>();
         }
         warpgroup_fence_operand(S);
-        if (REST_SLABS > 0) release_K<RestPipeline, REST_STAGES>(base, j, lane);
+        if (REST_SLABS > 0 && lane == 0) RestPipeline::release(base, j);
     }
 
     // Masked scores become -INF. visible: keys that the thread's two rows see.
-    __device__ __forceinline__ void apply_mask(Scores& S, int n0, Range fully_visible, const Range (&visible)[2]) const {
-        const bool at_begin = Head::FIRST && n0 < fully_visible.begin;
-        if (!at_begin && n0 + BLOCK_N <= fully_visible.end) return;
+    __device__ __forceinline__ void apply_mask(Scores& S, int n0, const Range (&visible)[2]) const {
+        const bool at_begin = Head::FIRST && n0 < tile.fully_visible.begin;
+        if (!at_begin && n0 + BLOCK_N <= tile.fully_visible.end) return;
         const int column = n0 + 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
@@ -139,18 +139,12 @@ struct ScoreWarpgroup {
         }
     }
 
-    // What does not change within a segment.
-    struct SegmentMask {
-        Range fully_visible, visible[2];  // keys that all rows see, that the thread's two rows see
-    };
-
-    // Q K^T and softmax of key tile j of the block, n0: its first key. Stores P, the factors of O, and for the last
-    // key tile of a segment m and l.
+    // Q K^T and softmax of key tile j: stores P, and the factors of O.
     template <bool LAST>
-    __device__ __forceinline__ void key_tile(Scores& S, Scores& next_S, RowStats& stats, const SegmentMask& mask, int n0,
-                                             float exponent, unsigned j, bool last, char* smem) {
+    __device__ __forceinline__ void key_tile(Scores& S, Scores& next_S, RowStats& stats, const Range (&visible)[2],
+                                             float exponent, unsigned j, float* factors) {
         finish_QK<LAST>(S, next_S, j);
-        apply_mask(S, n0, mask.fully_visible, mask.visible);
+        apply_mask(S, tile.first_key(j), visible);
         float factor[2] = {1.0f, 1.0f};
         unsigned P[BLOCK_N / 16][4];
         stats.update<false>(P, S, exponent,
@@ -161,79 +155,55 @@ struct ScoreWarpgroup {
         for (int step = 0; step < BLOCK_N / 16; ++step)
             stmatrix_x4(P_smem + Pairs::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
                         P[step][2], P[step][3]);
-        const int r = j % 2 * BLOCK_M + 16 * warp + lane / 4;
-        float* const factors = reinterpret_cast<float*>(smem + ALPHA_AT);  // [2][BLOCK_M]
-        if (lane % 4 == 0) factors[r] = factor[0], factors[r + 8] = factor[1];
-        if (LAST && last) {
-            float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);  // [2][BLOCK_M]
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float l = row_sum<4>(stats.l[half]);
-                if (lane % 4 == 0) sums[r + 8 * half] = make_float2(stats.m[half], l);
-            }
+        const int r = 16 * warp + lane / 4;
+        if (lane % 4 == 0) {
+            factors[j % 2 * BLOCK_M + r] = factor[0];
+            factors[j % 2 * BLOCK_M + r + 8] = factor[1];
         }
         fence_proxy_async();
         __syncwarp();  // all lanes have stored P and the factors
         if (lane == 0) mbarrier_arrive(PPipeline::full(base, j % 2));
     }
 
-    // A segment: key tiles first .. end - 1 of the block.
-    __device__ __forceinline__ void process(const BlockTile& tile, unsigned first, unsigned end, char* smem) {
+    __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
+        load_Q(Q);
         RowStats stats;
         Scores S[S_BUFFERS];
         const float exponent = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
         const int r = 16 * warp + lane / 4, i0 = (tile.row0 + r) / tile.group, i1 = (tile.row0 + r + 8) / tile.group;
-        const SegmentMask mask = {tile.fully_visible_keys(),
-                                  {tile.head0.keys(i0, i0 + 1), tile.head0.keys(i1, i1 + 1)}};
-        const int first_key = tile.first_key(0) - static_cast<int>(first) * BLOCK_N;
-        const auto key_tile_of = [&](auto& own, auto& next, unsigned j, auto last) {
-            key_tile<last.YES>(own, next, stats, mask, first_key + static_cast<int>(j) * BLOCK_N, exponent, uniform(j),
-                               j + 1 == end, smem);
+        const Range visible[2] = {tile.head0.keys(i0, i0 + 1), tile.head0.keys(i1, i1 + 1)};
+        float* const factors = reinterpret_cast<float*>(smem + ALPHA_AT);  // [2][BLOCK_M]
+        const auto key_tile_of = [&](auto& own, auto& next, int j, auto last) {
+            key_tile<last.YES>(own, next, stats, visible, exponent, uniform(j), factors);
         };
         if constexpr (S_BUFFERS == 1) {
 #pragma unroll 1
-            for (unsigned j = first; j < end; ++j) key_tile_of(S[0], S[0], j, Flag<true>());
-        } else {
-            mma_rest_and_left(S[0], uniform(first));
+            for (int j = 0; j < tile.tiles; ++j) key_tile_of(S[0], S[0], j, Flag<true>());
+        } else if (tile.tiles > 0) {
+            mma_rest_and_left(S[0], 0);
 #pragma unroll 1
-            for (unsigned j = first;; j += 2) {
-                if (j + 1 == end) {
+            for (int j = 0;; j += 2) {
+                if (j + 1 == tile.tiles) {
                     key_tile_of(S[0], S[S_BUFFERS - 1], j, Flag<true>());
                     break;
                 }
                 key_tile_of(S[0], S[S_BUFFERS - 1], j, Flag<false>());
-                if (j + 2 == end) {
+                if (j + 2 == tile.tiles) {
                     key_tile_of(S[S_BUFFERS - 1], S[0], j + 1, Flag<true>());
                     break;
                 }
                 key_tile_of(S[S_BUFFERS - 1], S[0], j + 1, Flag<false>());
             }
         }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float l = row_sum<4>(stats.l[half]);
+            if (lane % 4 == 0) reinterpret_cast<float2*>(smem + SUMS_AT)[r + 8 * half] = make_float2(stats.m[half], l);
+        }
+        // m and l are stored; P V is complete. The vote is that of the warps of O.
+        named_barrier_or(BLOCK_BARRIER, ALL_THREADS, false);
     }
 };
-
-// The S warpgroup processes the segments of the block. `opaque`: the addresses of a segment are not kept in registers
-// during another one.
-__device__ __forceinline__ void score_warpgroup(SmemAddr base, const Score& score, int group,
-                                                const View<const dtype>& Q, char* smem) {
-    unsigned end = 0;
-#pragma unroll 1
-    for (; warp_scheduler(smem).valid(); next_segment(warp_scheduler(smem), score)) {
-        const unsigned thread = thread_index_x();
-        ScoreWarpgroup warpgroup(base, uniform(thread / 32) - 8, thread % 32);
-        const BlockTile tile(score, warp_scheduler(smem).segment(score), group);
-        if (tile.segment.tiles == 0) continue;
-        const unsigned first = end;
-        end += tile.segment.tiles;
-        warpgroup.load_Q(tile, Q);
-        warpgroup.process(tile, first, end, smem);
-    }
-}
-
-// A block must not end while others of its cluster release stages of K.
-__device__ __forceinline__ void end_of_block() {
-    if (CLUSTER > 1) cluster_sync();
-}
 
 extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
@@ -242,45 +212,41 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
-    float* partials,                              // SlotPartials; not used if no entry is in two parts
+    float* partials,                              // Partials of combine.cuh; not used with one split
     int H,
-    int group,    // H / Hk
-    int entries,  // B
+    int group,   // H / Hk
+    int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries, or 0: no splits
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     griddepcontrol_launch_dependents();
+    const int z = blockIdx.z, each = max(splits, 1);
+    const bool dynamic = DYNAMIC_SPLITS && splits > 0;
+    const Split split = dynamic ? SplitScheduler(score, gridDim.z - splits, splits).block(z)
+                                : Split{z / each, z % each, each, z / each * each};
+    if (dynamic && split.invalid()) return;
     if (threadIdx.x == 0) init_barriers(base);
+    __syncthreads();  // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    {
-        KeyScheduler scheduler(score, entries, gridDim.z, queries_of_tile(score, blockIdx.x, group));
-        scheduler.begin(score, blockIdx.z);
-        KeyScheduler& stored = warp_scheduler(smem);
-        if (lane == 0) stored = scheduler;
-    }
-    cluster_sync();  // the mbarriers are initialised before they are used
+    const BlockTile tile(score, split, blockIdx.x, blockIdx.y, group);
+
+    const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {
         setmaxnreg_inc<S_REGISTERS>();
-        score_warpgroup(base, score, group, Q, smem);
-        end_of_block();
+        ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, smem);
         return;
     }
     setmaxnreg_dec<O_REGISTERS>();
-    const SlotPartials parts = {partials, static_cast<long long>(gridDim.z) + entries,
-                                static_cast<long long>(H) * score.Sq};
-    const Result result{O, LSE, parts, H};
-    if (warp < 4) output_warpgroup<0>(base, score, group, Q, K, V, K_map, result, smem);
-    else output_warpgroup<1>(base, score, group, Q, K, V, K_map, result, smem);
-    end_of_block();
+    const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), split);
+    const Result result{O, LSE, parts, split, H};
+    if (warp < 4) OutputWarpgroup<0>(tile, base, warp, lane).run(loader, Q, K, V, result, smem);
+    else OutputWarpgroup<1>(tile, base, warp - 4, lane).run(loader, Q, K, V, result, smem);
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(
     const __grid_constant__ View<dtype_o> O,  // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                               // (B, H, Sq), contiguous
-    float* partials,                          // SlotPartials
-    int H, int group, int parts, const __grid_constant__ Score score) {
-    const SlotPartials slots = {partials, static_cast<long long>(parts) + gridDim.z,
-                                static_cast<long long>(H) * score.Sq};
-    if (gridDim.y > 1) CombineBlock<THREADS / 32>(O, LSE, slots, H, group, parts, score).run(blockIdx.x, blockIdx.y);
-    else CombineBlock<1>(O, LSE, slots, H, group, parts, score).run(blockIdx.x * (THREADS / 32) + threadIdx.x / 32, 0);
+    float* partials,                          // Partials of combine.cuh
+    int H, int splits, const __grid_constant__ Score score) {
+    combine_splits(O, LSE, partials, H, splits, score);
 }

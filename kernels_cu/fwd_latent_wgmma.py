@@ -2,6 +2,7 @@
 
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
+MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
 OPTIONS = {"window", "sink", "key_lengths", "page_size"}
 
@@ -13,10 +14,10 @@ def slabs(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Stages of half a V; stages of the rest of K; P twice, Q, factors, m and l; cursors and schedulers; mbarriers."""
+    """Stages of half a V; stages of the rest of K; P twice, Q, factors, m and l; mbarriers."""
     slab, rest_stages, (V, K) = 8192, 2, slabs(p)
     tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
-    return tiles * slab + 24 * t.BLOCK_M + 32 + 12 * 32 + 16 * (t.STAGES + rest_stages + 3)
+    return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
 
 
 def row_tiles(p: Problem, t: Tile) -> int:
@@ -24,56 +25,54 @@ def row_tiles(p: Problem, t: Tile) -> int:
     return cdiv(p.Sq * p.group, t.BLOCK_M)
 
 
-def parts(p: Problem, t: Tile) -> int:
-    """Parts into which the key tiles of all batch entries are divided, per row tile and key/value head: blocks.
+def dynamic_splits(p: Problem) -> bool:
+    """Whether the device assigns blocks to batch entries by their key_lengths (SplitScheduler in split_kv.cuh)."""
+    return p.key_lengths
 
-    Minimizes the estimated time in rounds, one key tile of a block (1.5 us): waves times the rounds of a part plus 3 of
-    fixed cost and 2 per segment, plus 3 for the combine kernel and the time to write and read the partial results at 4
-    TB/s. With key_lengths, as if all entries had Sk keys.
+
+def splits_of_entry(p: Problem, t: Tile) -> int:
+    """Blocks that share the keys of a row tile, if all batch entries have Sk keys.
+
+    Minimizes the estimated time in rounds, one key tile of a block (1.3 us): waves times the rounds of a split plus 3
+    of fixed cost, plus 2 for the combine kernel and the time to write and read the partial results at 4 TB/s.
     """
-    tiles, rounds = row_tiles(p, t) * p.Hk, max(cdiv(p.Sk, t.BLOCK_N), 1)
-    if t.FILL == 2:
-        return max(t.BLOCKS // tiles, 1)
+    tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N)
 
     def cost(n: int) -> float:
-        each = cdiv(p.B * rounds, n)
-        partial_rows = p.H * p.Sq * (n + p.B) if shares_entries(p, n, rounds) else 0
-        combine = 3 + partial_rows * p.Dv * 8 / 6e6 if partial_rows else 0
-        return cdiv(tiles * n, t.BLOCKS) * (each + 3 + 2 * cdiv(each, rounds)) + combine
+        combine = 2 + p.B * p.H * p.Sq * n * p.Dv * 8 / 5.2e6 if n > 1 else 0
+        return cdiv(tiles * p.B * n, t.BLOCKS) * (cdiv(rounds, n) + 3) + combine
 
-    most = max(min(p.B * rounds, 2 * t.BLOCKS, MAX_BLOCKS), 1)
-    return min((n for n in {*range(1, most + 1), min(p.B, MAX_BLOCKS)} if n > 0), key=cost, default=1)
+    return min(range(1, max(1, min(rounds, MAX_SPLITS, MAX_BLOCKS // max(p.B, 1) - 1)) + 1), key=cost)
 
 
-def shares_entries(p: Problem, n: int, rounds: int) -> bool:
-    """Whether an entry of `rounds` key tiles is in several of n parts."""
-    return cdiv(p.B * rounds, n) % rounds != 0 if n > 0 else False
+def splits(p: Problem, t: Tile) -> int:
+    """`splits_of_entry`; with key_lengths the number of blocks for all entries among which their keys are divided, or
+    0: one block per entry, which needs neither a scheduler nor the combine kernel."""
+    n = splits_of_entry(p, t)
+    return n if not dynamic_splits(p) else n * p.B if n > 1 else 0
+
+
+def blocks(p: Problem, t: Tile) -> int:
+    """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
+    n = splits(p, t)
+    return n + p.B if dynamic_splits(p) else n * p.B
 
 
 def needs_combine(p: Problem, t: Tile) -> bool:
-    """Whether an entry may be in several parts. Any division is possible with key_lengths."""
-    n, rounds = parts(p, t), max(cdiv(p.Sk, t.BLOCK_N), 1)
-    return n > 1 and rounds > 1 and (p.key_lengths or p.bounds != (None, None) or shares_entries(p, n, rounds))
+    """Whether a row may have more than one split."""
+    return splits(p, t) > 1 and p.Sk > t.BLOCK_N
 
 
 def rank(p: Problem, t: Tile) -> int:
     """Two buffers of S first if the tensor cores are the limit: more rows than a tile, keys that are not split
     (experiment 024)."""
-    compute_bound = p.Sq * p.group > t.BLOCK_M and parts(p, t) <= 2 * p.B
+    compute_bound = p.Sq * p.group > t.BLOCK_M and splits(p, t) <= 1
     return (t.S_BUFFERS == 2) != compute_bound
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
-    return ((parts(p, t) + p.B) * p.H * p.Sq * (p.Dv + 2) if needs_combine(p, t) else 0), 0
-
-
-def combine_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """One warp per row; if the rows are few, a block per row and 128 columns, whose warps share the splits."""
-    rows = p.H * p.Sq if needs_combine(p, t) else 0
-    if rows * p.B <= 8 * t.BLOCKS and p.Dv > 128:
-        return rows, cdiv(p.Dv, 128), p.B
-    return cdiv(rows, 8), 1, p.B
+    return (blocks(p, t) * p.H * p.Sq * (p.Dv + 2) if needs_combine(p, t) else 0), 0
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -98,7 +97,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.Q_SLABS <= 6 or not {"window", "key_lengths"} <= p.options,
             f"Q_SLABS={t.Q_SLABS} spills with a window and key_lengths: use 6",
         ),
-        (row_tiles(p, t) % t.CLUSTER == 0, f"CLUSTER={t.CLUSTER} does not divide {row_tiles(p, t)} row tiles"),
         (t.STAGES in (4, 5), f"STAGES={t.STAGES} must be 4 or 5: a key tile and a half, or two, are loaded ahead"),
         (
             p.page_size % t.BLOCK_N == 0,
@@ -123,28 +121,27 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=5, EARLY_STEPS=4, S_BUFFERS=2, CLUSTER=1, FILL=1, BLOCKS=132),
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, S_BUFFERS=1, CLUSTER=1, FILL=1, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=5, EARLY_STEPS=4, S_BUFFERS=2, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, S_BUFFERS=1, BLOCKS=132),
     ),
-    grid=lambda p, t: (row_tiles(p, t), p.Hk if p.B else 0, parts(p, t)),
+    grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
-    cluster=lambda t: t.CLUSTER,
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
     rank=rank,
     preference=-1,  # for D <= 256 only by name: other kernels support it, too
     scratch={"partials": partials},
-    numbers={"entries": lambda p, t: p.B, "parts": parts},
-    args=("Q", "K", "V", "O", "LSE", "K_map", "partials", "H", "group", "entries", "score"),
+    numbers={"splits": splits, "row_tiles": row_tiles},
+    args=("Q", "K", "V", "O", "LSE", "K_map", "partials", "H", "group", "splits", "score"),
     then=(
         Entry(
             name="fwd_latent_wgmma_combine",
             programmatic_launch=True,
-            grid=combine_grid,
+            grid=lambda p, t: (p.Sq if needs_combine(p, t) else 0, p.H, p.B),
             block=lambda t: (256, 1, 1),
-            numbers={"parts": parts},
-            args=("O", "LSE", "partials", "H", "group", "parts", "score"),
+            numbers={"splits": splits},
+            args=("O", "LSE", "partials", "H", "splits", "score"),
         ),
     ),
 )

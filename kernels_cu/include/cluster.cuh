@@ -49,24 +49,3 @@ __device__ __forceinline__ T* map_shared_rank(T* local, unsigned rank) {
     return local;
 #endif
 }
-
-#if CLUSTER > 1
-// Arrives at the mbarrier of block `rank` that corresponds to `barrier` in this block.
-__device__ __forceinline__ void mbarrier_arrive_cluster(SmemAddr barrier, unsigned rank) {
-    asm volatile(
-        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-// tma_load to the shared memory of all blocks of the cluster, at the same address. The bytes count towards the mbarrier
-// of each block.
-__device__ __forceinline__ void tma_load_multicast(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
-                                                   SmemAddr barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b), "h"(static_cast<unsigned short>((1 << CLUSTER) - 1))
-        : "memory");
-}
-#endif

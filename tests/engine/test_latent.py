@@ -34,15 +34,7 @@ def hopper(device: Device) -> None:
 
 def tile_of(blocks: int, early: int = 4, Q_slabs: int = 5, stages: int = 5, buffers: int = 2) -> Tile:
     return Tile(
-        BLOCK_M=64,
-        BLOCK_N=64,
-        STAGES=stages,
-        Q_SLABS=Q_slabs,
-        EARLY_STEPS=early,
-        S_BUFFERS=buffers,
-        CLUSTER=1,
-        FILL=1,
-        BLOCKS=blocks,
+        BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, EARLY_STEPS=early, S_BUFFERS=buffers, BLOCKS=blocks
     )
 
 

@@ -18,7 +18,6 @@ inline SmemAddr smem_address(const void* p) { return static_cast<char*>(const_ca
 inline unsigned block_index_x() { return blockIdx.x; }
 inline unsigned block_index_y() { return blockIdx.y; }
 inline unsigned opaque(unsigned x) { return x; }
-inline SmemAddr opaque(SmemAddr x) { return x; }
 inline unsigned thread_index_x() { return threadIdx.x; }
 inline unsigned grid_size_x() { return gridDim.x; }
 
