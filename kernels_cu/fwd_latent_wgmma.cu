@@ -7,28 +7,23 @@
 // again. (With a fourth warpgroup, ptxas has 128 registers per thread, too few for O.)
 //
 // clang-format off
-//   S warpgroup   QK0 | first part of QK1, softmax0 | QK1, first part of QK2, softmax1 | QK2 ...      time ->
-//   left O                                          | PV0                              | PV1
-//   right O                                         | PV0                              | PV1
+//   S warpgroup   QK0 | softmax0 | QK1            | softmax1      | QK2                               time ->
+//   left O                       | PV0            |               | PV1
+//   right O                                       | PV0           |
 //
-//   shared memory: halves of V [STAGES] | rest of K [REST_STAGES] | P [2] | Q, columns that are not in registers
+//   shared memory: halves of V [STAGES] | rest of K [2] | P [2] | Q, columns that are not in registers
 //                  | factors of O [2] | m, l | mbarriers             O finds room where the halves were
 // clang-format on
 //
-// The first part of Q K^T, the columns that are not in V and the left half, keeps the tensor cores busy during the
-// softmax of the previous keys. It needs a second S. With S_BUFFERS = 1 it is not issued early; then the right half's P
-// V is late by one Q K^T instead. Many columns of Q are in registers of the S warpgroup: with both operands in shared
-// memory, the m64n64 products of Q K^T would need all of its bandwidth.
+// The right half's P V is late by one Q K^T, so that the tensor cores have work during the softmax. (A second S, with
+// which the next Q K^T begins before the softmax, is slower: fewer columns of Q fit in registers, and K is held for
+// longer; experiment 024.) Many columns of Q are in registers of the S warpgroup: with both operands in shared memory,
+// the m64n64 products of Q K^T would need all of its bandwidth.
 //
 // Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first keys, and O is multiplied only if m is raised.
 // The two halves of O are those of FlashMLA (deepseek-ai/FlashMLA, docs/20250422), where each of their warpgroups also
 // computes S of every second key tile.
 #include "latent_output.cuh"
-
-template <bool FLAG>
-struct Flag {
-    static constexpr bool YES = FLAG;
-};
 
 // The warpgroup that computes S and P.
 struct ScoreWarpgroup {
@@ -85,46 +80,34 @@ struct ScoreWarpgroup {
         }
     }
 
-    // S = Q K^T of key tile j, except for the right half; then the right half. Each part when it has arrived; issue
-    // only.
-    __device__ __forceinline__ void mma_rest_and_left(Scores& S, unsigned j) {
+    // S = Q K^T of key tile j, each part when it has arrived. Before its last slab is complete, the right half of O may
+    // begin P V of the previous key tile.
+    __device__ __forceinline__ void mma_QK(Scores& S, unsigned j) {
+        constexpr int SLABS_OF_HALF = V_SLABS / 2;
         wgmma_fence();
         if constexpr (REST_SLABS > 0) {
             RestPipeline::wait(base, j);
             mma_slabs<V_SLABS, REST_SLABS>(S, Rest::k_major(base + REST_AT + stage_of<REST_STAGES>(j) * Rest::BYTES));
         }
         HalfPipeline::wait(base, 2 * j);
-        mma_slabs<0, V_SLABS / 2>(S, Half::k_major(base + stage_of<STAGES>(2 * j) * Half::BYTES));
+        mma_slabs<0, SLABS_OF_HALF>(S, Half::k_major(base + stage_of<STAGES>(2 * j) * Half::BYTES));
         wgmma_commit();
+        HalfPipeline::wait(base, 2 * j + 1);
+        mma_right<0, SLABS_OF_HALF - 1>(S, j);
+        mma_right<SLABS_OF_HALF - 1, 1>(S, j);
+        wgmma_wait<1>();
+        if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
+        wgmma_wait<0>();
+        warpgroup_fence_operand(S);
+        if (REST_SLABS > 0 && lane == 0) RestPipeline::release(base, j);
     }
+    // The slabs of the right half from FIRST on.
     template <int FIRST, int COUNT>
     __device__ __forceinline__ void mma_right(Scores& S, unsigned j) {
         const SmemAddr right = base + stage_of<STAGES>(2 * j + 1) * Half::BYTES;
         wgmma_fence();
         mma_slabs<V_SLABS / 2 + FIRST, COUNT>(S, Half::k_major(right + FIRST * Half::SLAB_BYTES));
         wgmma_commit();
-    }
-
-    // S = Q K^T of key tile j is complete. With two buffers, the first part of the next tile is then in flight, so that
-    // the tensor cores have work during the softmax; otherwise the right half of O has.
-    template <bool LAST>
-    __device__ __forceinline__ void finish_QK(Scores& S, Scores& next, unsigned j) {
-        constexpr int SLABS_OF_HALF = V_SLABS / 2;
-        if constexpr (S_BUFFERS == 1) mma_rest_and_left(S, j);
-        HalfPipeline::wait(base, 2 * j + 1);
-        if constexpr (S_BUFFERS == 1) {
-            mma_right<0, SLABS_OF_HALF - 1>(S, j);
-            mma_right<SLABS_OF_HALF - 1, 1>(S, j);
-            wgmma_wait<1>();
-            if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
-            wgmma_wait<0>();
-        } else {
-            mma_right<0, SLABS_OF_HALF>(S, j);
-            if (!LAST) mma_rest_and_left(next, j + 1);
-            wgmma_wait<LAST ? 0 : 1>();
-        }
-        warpgroup_fence_operand(S);
-        if (REST_SLABS > 0 && lane == 0) RestPipeline::release(base, j);
     }
 
     // Masked scores become -INF. visible: keys that the thread's two rows see.
@@ -140,10 +123,9 @@ struct ScoreWarpgroup {
     }
 
     // Q K^T and softmax of key tile j: stores P, and the factors of O.
-    template <bool LAST>
-    __device__ __forceinline__ void key_tile(Scores& S, Scores& next_S, RowStats& stats, const Range (&visible)[2],
-                                             float exponent, unsigned j, float* factors) {
-        finish_QK<LAST>(S, next_S, j);
+    __device__ __forceinline__ void key_tile(Scores& S, RowStats& stats, const Range (&visible)[2], float exponent,
+                                             unsigned j, float* factors) {
+        mma_QK(S, j);
         apply_mask(S, tile.first_key(j), visible);
         float factor[2] = {1.0f, 1.0f};
         unsigned P[BLOCK_N / 16][4];
@@ -168,33 +150,13 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
         load_Q(Q);
         RowStats stats;
-        Scores S[S_BUFFERS];
+        Scores S;
         const float exponent = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
         const int r = 16 * warp + lane / 4, i0 = (tile.row0 + r) / tile.group, i1 = (tile.row0 + r + 8) / tile.group;
         const Range visible[2] = {tile.head0.keys(i0, i0 + 1), tile.head0.keys(i1, i1 + 1)};
         float* const factors = reinterpret_cast<float*>(smem + ALPHA_AT);  // [2][BLOCK_M]
-        const auto key_tile_of = [&](auto& own, auto& next, int j, auto last) {
-            key_tile<last.YES>(own, next, stats, visible, exponent, uniform(j), factors);
-        };
-        if constexpr (S_BUFFERS == 1) {
 #pragma unroll 1
-            for (int j = 0; j < tile.tiles; ++j) key_tile_of(S[0], S[0], j, Flag<true>());
-        } else if (tile.tiles > 0) {
-            mma_rest_and_left(S[0], 0);
-#pragma unroll 1
-            for (int j = 0;; j += 2) {
-                if (j + 1 == tile.tiles) {
-                    key_tile_of(S[0], S[S_BUFFERS - 1], j, Flag<true>());
-                    break;
-                }
-                key_tile_of(S[0], S[S_BUFFERS - 1], j, Flag<false>());
-                if (j + 2 == tile.tiles) {
-                    key_tile_of(S[S_BUFFERS - 1], S[0], j + 1, Flag<true>());
-                    break;
-                }
-                key_tile_of(S[S_BUFFERS - 1], S[0], j + 1, Flag<false>());
-            }
-        }
+        for (int j = 0; j < tile.tiles; ++j) key_tile(S, stats, visible, exponent, uniform(j), factors);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float l = row_sum<4>(stats.l[half]);

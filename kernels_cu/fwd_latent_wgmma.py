@@ -63,13 +63,6 @@ def needs_combine(p: Problem, t: Tile) -> bool:
     return splits(p, t) > 1 and p.Sk > t.BLOCK_N
 
 
-def rank(p: Problem, t: Tile) -> int:
-    """Two buffers of S first if the tensor cores are the limit: more rows than a tile, keys that are not split
-    (experiment 024)."""
-    compute_bound = p.Sq * p.group > t.BLOCK_M and splits(p, t) <= 1
-    return (t.S_BUFFERS == 2) != compute_bound
-
-
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
     return (blocks(p, t) * p.H * p.Sq * (p.Dv + 2) if needs_combine(p, t) else 0), 0
@@ -89,10 +82,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (t.BLOCK_M == 64, f"BLOCK_M={t.BLOCK_M} must be 64: packed rows are M of wgmma"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are N of wgmma, and registers limit them"),
-        (
-            t.S_BUFFERS == 1 or not p.key_lengths or p.bounds == (None, None),
-            f"S_BUFFERS={t.S_BUFFERS} spills with key_lengths and a causal mask or a window: use 1",
-        ),
         (
             t.Q_SLABS <= 6 or not {"window", "key_lengths"} <= p.options,
             f"Q_SLABS={t.Q_SLABS} spills with a window and key_lengths: use 6",
@@ -120,16 +109,12 @@ kernel = Kernel(
     latent=True,
     min_arch=(9, 0),
     arch_suffix="a",
-    tiles=(
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=5, EARLY_STEPS=4, S_BUFFERS=2, BLOCKS=132),
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, S_BUFFERS=1, BLOCKS=132),
-    ),
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132),),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
-    rank=rank,
     preference=-1,  # for D <= 256 only by name: other kernels support it, too
     scratch={"partials": partials},
     numbers={"splits": splits, "row_tiles": row_tiles},

@@ -23,7 +23,7 @@ struct OutputWarpgroup {
     const int warp, lane;  // warp: of the warpgroup's four
     float O[HALF_COLUMNS / 2];
     // Steps of P V, of 16 keys, and those that do not wait for the next Q K^T.
-    static constexpr int STEPS = BLOCK_N / 16, EARLY = S_BUFFERS > 1 ? STEPS : HALF == 0 ? EARLY_STEPS : 0;
+    static constexpr int STEPS = BLOCK_N / 16, EARLY = HALF == 0 ? EARLY_STEPS : 0;
 
     __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}

@@ -32,10 +32,8 @@ def hopper(device: Device) -> None:
         pytest.skip("wgmma requires compute capability 9.0")
 
 
-def tile_of(blocks: int, early: int = 4, Q_slabs: int = 5, stages: int = 5, buffers: int = 2) -> Tile:
-    return Tile(
-        BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, EARLY_STEPS=early, S_BUFFERS=buffers, BLOCKS=blocks
-    )
+def tile_of(blocks: int, early: int = 4, Q_slabs: int = 6, stages: int = 5) -> Tile:
+    return Tile(BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, EARLY_STEPS=early, BLOCKS=blocks)
 
 
 def right(problem: Problem, device: Device, inputs: str = "normal", tile: Tile | None = None) -> None:
@@ -70,15 +68,15 @@ def test_widths(D: int, Dv: int, device: Device) -> None:
     right(dataclasses.replace(ABSORBED, D=D, Dv=Dv, scale=None), device)
 
 
-@pytest.mark.parametrize(("early", "Q_slabs", "stages", "buffers"), [(4, 4, 4, 2), (2, 5, 4, 1), (3, 7, 5, 1)])
+@pytest.mark.parametrize(("early", "Q_slabs", "stages"), [(4, 4, 4), (2, 5, 4), (3, 7, 5)])
 @pytest.mark.sampled(2)
-def test_tiles(early: int, Q_slabs: int, stages: int, buffers: int, device: Device) -> None:
+def test_tiles(early: int, Q_slabs: int, stages: int, device: Device) -> None:
     """How Q K^T and P V overlap, and where Q is, changes no bit of the result."""
     problem = dataclasses.replace(ABSORBED, B=1, Sk=700)
     inputs = inputs_of("forward", Case("normal", problem))
     found = [
         trial.launch(KERNEL, tile, problem, inputs, device).outputs
-        for tile in (tile_of(132), tile_of(132, early, Q_slabs, stages, buffers))
+        for tile in (tile_of(132), tile_of(132, early, Q_slabs, stages))
     ]
     assert all(found[0][name].tobytes() == found[1][name].tobytes() for name in ("O", "LSE"))
 
@@ -88,7 +86,7 @@ def test_splits(blocks: int, device: Device) -> None:
     """One block for all keys, and as many as there are key tiles; entries of different lengths share the blocks."""
     problem = dataclasses.replace(ABSORBED, Sq=3, H=20, Sk=900, causal="bottom-right")
     right(problem, device, tile=tile_of(blocks))
-    right(dataclasses.replace(problem, key_lengths=True, B=3), device, tile=tile_of(blocks, Q_slabs=6, buffers=1))
+    right(dataclasses.replace(problem, key_lengths=True, B=3), device, tile=tile_of(blocks))
 
 
 def test_nan_reaches_only_rows_that_see_it(device: Device) -> None:
