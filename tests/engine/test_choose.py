@@ -64,7 +64,6 @@ def test_an_option_that_was_not_timed_uses_a_small_tile(
 
 @pytest.mark.parametrize(("D", "Dv", "keys"), [(192, 128, 128), (192, 192, 80), (256, 128, 80)])
 def test_narrow_values_use_a_tile_with_more_keys(D: int, Dv: int, keys: int) -> None:
-    chosen = choose.choose_tile(
-        registry.get("fwd_wgmma"), Problem(4, 16, 4096, 4096, D, Dv=Dv, dtype="float16"), HOPPER
-    )
-    assert (chosen.BLOCK_M, chosen.BLOCK_N) == (128, keys)
+    problem = Problem(4, 16, 4096, 4096, D, Dv=Dv, dtype="float16")
+    chosen = choose.choose_tile(registry.get("fwd_wgmma"), problem, HOPPER)
+    assert (128, keys) == (chosen.BLOCK_M, chosen.BLOCK_N)
