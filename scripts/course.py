@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 def stored() -> list[Row]:
     """The rows of the last run of each fault."""
-    return jsonl.read(ROWS)
+    return sorted(jsonl.read(ROWS), key=lambda row: row["number"])
 
 
 def measure(numbers: Iterable[int]) -> Iterator[Row]:
@@ -251,15 +251,15 @@ def main() -> None:
     chosen = arguments.numbers or list(faults.every())
     measuring = arguments.what == "measure"
     path, kept = (ROWS, stored()) if measuring else (GPU_ROWS, jsonl.read(GPU_ROWS))
-    rows = [row for row in kept if row["number"] not in chosen]
-    for row in (measure if measuring else sanitize)(chosen):
-        rows.append(row)
-        shown = ("number", "seconds", "cpu_seconds", "tool", "right", "sentence", "found", "failed")
-        print(*(row[name] for name in shown if name in row), flush=True)
     with jsonl.locked(path) as file:
         file.truncate(0)
-        for row in sorted(rows, key=lambda row: row["number"]):
-            jsonl.add(file, row)
+        for row in kept:
+            if row["number"] not in chosen:
+                jsonl.add(file, row)
+    for row in (measure if measuring else sanitize)(chosen):
+        jsonl.append(path, row)
+        shown = ("number", "seconds", "cpu_seconds", "tool", "right", "sentence", "found", "failed")
+        print(*(row[name] for name in shown if name in row), flush=True)
 
 
 if __name__ == "__main__":

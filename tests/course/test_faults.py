@@ -35,6 +35,15 @@ def test_numbers_are_consecutive() -> None:
         faults.get(99)
 
 
+def test_the_tools_find_enough() -> None:
+    """Of the stored rows; the table in docs/course.md is compared with them elsewhere."""
+    rows = course.stored()
+    assert [row["number"] for row in rows] == [*faults.every()]
+    in_time = [row for row in rows if row["found"] and row["seconds"] <= course.LIMIT_SECONDS]
+    assert len(in_time) >= 27
+    assert sum(row["right"] for row in in_time) >= 20
+
+
 def test_the_commands(tmp_path: Path) -> None:
     """Fault 3 is not correct; its corrected copy is."""
     run = CliRunner().invoke
