@@ -14,7 +14,7 @@ from project import ROOT
 FOLDER = ROOT / "experiments"
 SCRIPTS = sorted(path for path in FOLDER.glob("*/*.py") if "__main__" in path.read_text())
 # Their run.py checks without a GPU what depends on the kernels.
-CHECKED = ("004_mma_ladder", "007_bank_conflicts", "023_hopper_ladder")
+CHECKED = ("004_mma_ladder", "007_bank_conflicts", "023_hopper_ladder", "027_backward_ladder")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
