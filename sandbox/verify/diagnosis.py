@@ -122,58 +122,40 @@ def _simplest(e: _Examined, p: Problem) -> Problem:
 
 
 def _variations(e: _Examined, case: Case, base: Problem) -> Iterator[Probe]:
-    """Problems that differ from the simplest one in one property of the failing case."""
-    p, S = case.problem, base.Sk
-    if p.Sk % e.N or p.Sk < S:
-        yield Probe(
-            Case("probe", replace(base, Sk=S - e.N // 2 - 1)),
-            "correct with whole tiles, wrong if the last key tile is partial",
-            "keys",
-        )
-    if p.Sq % e.M:
-        partial = replace(base, Sq=base.Sq - e.M // 2 - 1)
-        yield Probe(
-            Case("probe", partial), "correct with whole tiles, wrong if the last query tile is partial", "queries"
-        )
-    if p.Sq != p.Sk:
-        yield Probe(
-            Case("probe", replace(base, Sk=S + e.N)),
-            "correct with whole tiles, wrong with other lengths of queries and keys",
-            "lengths",
-        )
-        yield Probe(
-            Case("probe", replace(base, Sq=2 * base.Sq)),
-            "correct with more keys than queries, wrong with fewer",
-            "lengths",
-        )
-    small = replace(base, Sq=e.M, Sk=e.N)
-    if p.H > 1:
-        yield Probe(Case("probe", replace(small, H=2, Hk=2)), "correct with one head, wrong with two", "heads")
-    if p.B > 1:
-        yield Probe(Case("probe", replace(small, B=2)), "correct with one batch entry, wrong with two", "heads")
-    if p.Hk < p.H:
-        yield Probe(
-            Case("probe", replace(small, H=4, Hk=2)), "wrong only if query heads share key/value heads", "heads"
-        )
+    """Problems that differ from the simplest one in one property of the failing case, then that case with one head."""
+    p = case.problem
+    small: dict[str, Any] = {"Sq": e.M, "Sk": e.N}
+    shapes: tuple[tuple[bool, dict[str, Any], str, str], ...] = (
+        (
+            p.Sk % e.N > 0 or p.Sk < base.Sk,
+            {"Sk": base.Sk - e.N // 2 - 1},
+            f"{_WHOLE} if the last key tile is partial",
+            "",
+        ),
+        (p.Sq % e.M > 0, {"Sq": base.Sq - e.M // 2 - 1}, f"{_WHOLE} if the last query tile is partial", ""),
+        (p.Sq != p.Sk, {"Sk": base.Sk + e.N}, f"{_WHOLE} with other lengths of queries and keys", ""),
+        (p.Sq != p.Sk, {"Sq": 2 * base.Sq}, "correct with more keys than queries, wrong with fewer", ""),
+        (p.H > 1, {**small, "H": 2, "Hk": 2}, "correct with one head, wrong with two", "heads"),
+        (p.B > 1, {**small, "B": 2}, "correct with one batch entry, wrong with two", "heads"),
+        (p.Hk < p.H, {**small, "H": 4, "Hk": 2}, "wrong only if query heads share key/value heads", "heads"),
+    )
+    for present, sizes, condition, kind in shapes:
+        if present:
+            yield Probe(Case("probe", replace(base, **sizes)), condition, kind)
     if case.layout != "bhsd":
-        strided = replace(small, H=2, Hk=2, B=min(p.B, 2))
-        yield Probe(
-            Case("probe", strided, layout=case.layout),
-            "correct with contiguous tensors, wrong with other strides",
-            "strides",
-        )
-    if case.inputs != "normal":
+        strided = replace(base, **small, H=2, Hk=2, B=min(p.B, 2))
+        condition = "correct with contiguous tensors, wrong with other strides"
+        yield Probe(Case("probe", strided, layout=case.layout), condition, "strides")
+    kind = "" if case.inputs == "normal" else "inputs"
+    if kind:
         condition = _INPUTS.get(case.inputs, f"wrong with inputs {case.inputs!r}")
-        yield Probe(Case("probe", base, inputs=case.inputs), condition, "inputs")
+        yield Probe(Case("probe", base, inputs=case.inputs), condition, kind)
     if max(p.Sq, p.Sk) <= _LONGEST:
-        own = replace(p, B=1, H=1, Hk=1)
-        yield Probe(
-            replace(case, problem=own, layout="bhsd"),
-            f"wrong with {p.Sq} queries and {p.Sk} keys, correct with whole tiles",
-            "inputs" if case.inputs != "normal" else "lengths",
-        )
+        own = replace(case, problem=replace(p, B=1, H=1, Hk=1), layout="bhsd")
+        yield Probe(own, f"{_WHOLE} with {p.Sq} queries and {p.Sk} keys", kind)
 
 
+_WHOLE = "correct with whole tiles, wrong"
 _INPUTS = {
     "large": "correct with small scores, wrong with large ones",
     "raised": "correct with small scores, wrong with large ones",
@@ -250,21 +232,26 @@ def _unwritten(e: _Examined, outputs: dict[str, Array], probe: Probe) -> Diagnos
             probe.condition,
             r"LSE\[" if name == "LSE" else _STORE,
         )
+    return _read_too_early(e, probe)
+
+
+def _read_too_early(e: _Examined, probe: Probe) -> Diagnosis | None:
+    """NaN without any large score, from shared memory, which is NaN before it is written. An infinite LSE, such as that
+    of a row sum of 0, has other causes."""
     problem = replace(probe.case.problem, causal=False)
     zeros = _zero_scores(replace(probe.case, problem=problem))
-    if (
-        probe.kind not in ("heads", "strides")
-        and zeros is not None
-        and not all(np.isfinite(x.astype(np.float64)).all() for x in e.launch(problem, zeros).values())
-    ):
-        lse = outputs.get("LSE")
-        which = "V" if lse is not None and np.isfinite(lse).all() else "Q or K"
-        said = (
-            f"{which} is read from shared memory before it is written, or from a stage that is never loaded (NaN even "
-            "with K = 0): a missing barrier or wait, or the wrong stage"
-        )
-        return e.said(said, probe.condition, _SYNC)
-    return None
+    if probe.kind in ("heads", "strides") or zeros is None:
+        return None
+    outputs = {name: x.astype(np.float64) for name, x in e.launch(problem, zeros).items()}
+    lse, O = outputs.get("LSE"), outputs["O"]
+    if lse is None or not np.isnan(O).any() or (np.isinf(lse).any() and not np.isnan(lse).any()):
+        return None
+    which = "Q or K" if np.isnan(lse).any() else "V or P"
+    said = (
+        f"{which} is read from shared memory before it is written, or from a stage that is never loaded (NaN even "
+        "with K = 0): a missing barrier or wait, or the wrong stage"
+    )
+    return e.said(said, probe.condition, _SYNC)
 
 
 def _not_finite_input(e: _Examined, case: Case) -> str:

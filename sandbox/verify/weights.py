@@ -89,12 +89,25 @@ def cause_of(w: Weights) -> Cause | None:
 def not_finite(w: Weights) -> Cause:
     """NaN or infinity, although all inputs are finite."""
     rows = np.nonzero(~np.isfinite(w.got).all(axis=1))[0]
+    if lost := _lost_statistics(w):
+        return lost
     hides = bool(np.asarray((~w.seen).any(axis=1))[rows].all() and w.seen.all(axis=1).any())
     where = "in rows with hidden keys" if hides else f"in {len(rows)} of {len(w.got)} rows"
     return Cause(
         f"O is NaN or infinite {where}, first row {rows[0]}, although the inputs are finite: exp "
         "of a score above the row maximum m, -inf - -inf, or a division by l = 0",
         EXP,
+    )
+
+
+def _lost_statistics(w: Weights) -> Cause | None:
+    """LSE is −inf although the row sees keys."""
+    lost = np.isfinite(w.expected_lse) & (w.lse == -np.inf)
+    if not lost.any():
+        return None
+    first = int(np.nonzero(lost)[0][0])
+    return Cause(
+        f"LSE is -inf in rows that see keys, first in row {first}: the row maximum m or the sum l is lost", EXP
     )
 
 
@@ -433,12 +446,8 @@ def _stale(w: Weights) -> Cause | None:
 
 def wrong_half(w: Weights) -> Cause | None:
     """LSE correct and O wrong, or the reverse."""
-    seen = np.isfinite(w.expected_lse)
-    if (w.lse[seen] == -np.inf).any():
-        row = int(np.nonzero(seen & (w.lse == -np.inf))[0][0])
-        return Cause(
-            f"LSE is -inf in rows that see keys, first in row {row}: the row maximum m or the row sum l is lost", EXP
-        )
+    if lost := _lost_statistics(w):
+        return lost
     if w.lse_correct:
         return Cause("LSE is correct and O is wrong: P V, the load of V, the rescale or the store of O", VALUES)
     return None
