@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sandbox.core import registry
@@ -81,3 +82,23 @@ def leave_process_group() -> None:
 
     time.sleep(0.2)
     torch.distributed.destroy_process_group()
+
+
+STORED = ROOT / "tests" / "stored"
+
+
+def is_stored(name: str) -> bool:
+    """Whether `check_stored` has this text, or writes it: a new kernel has none at first."""
+    return (STORED / name).is_file() or bool(os.environ.get("SANDBOX_STORE"))
+
+
+def check_stored(name: str, lines: Iterable[str]) -> None:
+    """Compares a text with the file `name` of `tests/stored`, and shows the lines that differ. SANDBOX_STORE=1 writes
+    the file instead: its diff then shows what a change affects."""
+    path, text = STORED / name, "".join(f"{line}\n" for line in lines)
+    if os.environ.get("SANDBOX_STORE"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    before = path.read_text().splitlines() if path.is_file() else []
+    changed = [*difflib.unified_diff(before, text.splitlines(), "stored", "now", n=0, lineterm="")]
+    assert not changed, "\n".join([*changed[:40], "SANDBOX_STORE=1 pytest … stores the new text"])

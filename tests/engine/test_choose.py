@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import random
+from typing import Any
 
 import pytest
+from project import check_stored, is_stored
 
 from sandbox.core import registry
+from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.kernel import Kernel
 from sandbox.engine import choose
-from sandbox.spec import Problem
+from sandbox.launch.arguments import NOT_ALWAYS
+from sandbox.spec import Problem, Tile
+from sandbox.verify.scores import OPTIONS
 
 HOPPER = (9, 0)
+ATTENTION = {name: kernel for name, kernel in registry.kernels().items() if not kernel.custom}
 
 
 @pytest.mark.parametrize(
@@ -67,3 +76,70 @@ def test_narrow_values_use_a_tile_with_more_keys(D: int, Dv: int, keys: int) -> 
     problem = Problem(4, 16, 4096, 4096, D, Dv=Dv, dtype="float16")
     chosen = choose.choose_tile(registry.get("fwd_wgmma"), problem, HOPPER)
     assert (128, keys) == (chosen.BLOCK_M, chosen.BLOCK_N)
+
+
+# Lengths at and beside those at which specs choose another tile, and head dimensions (D, Dv).
+LENGTHS = (0, 1, 2, 16, 63, 64, 65, 127, 128, 129, 192, 256, 511, 512, 513, 576, 1023, 1024, 1025, 1088, 1151, 1152,
+           2047, 2048, 2049, 4095, 4096, 4097, 8192, 16384, 65536)  # fmt: skip
+WIDTHS = (*((D, D) for D in (7, 8, 16, 32, 40, 64, 72, 80, 96, 128, 129, 160, 192, 256)), (128, 64), (192, 128),
+          (64, 128), (576, 512), (576, 128))  # fmt: skip
+BATCHES = ((1, 1, 1), (1, 8, 8), (1, 32, 8), (2, 128, 1), (4, 16, 2), (8, 6, 3), (16, 32, 32))  # B, H, Hk
+ARCHS = (None, (8, 0), (8, 6), (9, 0), (10, 0))
+
+
+def drawn_problem(kernel: Kernel, draw: random.Random) -> Problem:
+    """A random problem, half of them without options; supported or not."""
+    (B, H, Hk), (D, Dv) = draw.choice(BATCHES), draw.choice(WIDTHS)
+    Sq, Sk = draw.choice(LENGTHS), draw.choice(LENGTHS)
+    fields: dict[str, Any] = {
+        "dtype": draw.choice(kernel.dtypes),
+        "causal": draw.choice((False, "bottom-right", "top-left")),
+    }
+    layout = draw.choice(("dense", "dense", "ragged", "paged"))
+    if layout == "ragged":
+        problem = Problem(B, H, 0, 0, D, Hk=Hk, Dv=Dv, ragged=(B * max(Sq, 1), B * max(Sk, 1)), **fields)
+    else:
+        problem = Problem(B, H, Sq, draw.choice((Sq, Sk)), D, Hk=Hk, Dv=Dv, **fields)
+    if layout == "paged":
+        size = draw.choice((1, 16, 48, 64, 256))
+        problem = dataclasses.replace(problem, Sk=problem.Sk // size * size, page_size=size, key_lengths=True)
+    for option in draw.sample(sorted(OPTIONS), draw.choice((0, 0, 1, 2))):
+        problem = dataclasses.replace(problem, **OPTIONS[option](problem))
+    return kernel.adapted(problem)
+
+
+def drawn_tile(kernel: Kernel, draw: random.Random) -> Tile:
+    """A tile of the spec with one number changed."""
+    tile = draw.choice(kernel.tiles)
+    name = draw.choice([*tile])
+    n = tile[name]
+    return Tile(**{**tile, name: draw.choice((n + 1, max(n - 1, 1), n * 2, max(n // 2, 1), 16, 48, 512))})
+
+
+def choice(kernel: Kernel, problem: Problem, arch: tuple[int, int] | None, tile: Tile | None) -> str:
+    """The tile chosen, or that is requested, with its launches; or why not."""
+    try:
+        chosen = choose.choose_tile(kernel, problem, arch, tile)
+    except UnsupportedProblem as error:
+        return str(error).replace(f"{kernel.name}: ", "")
+    launches = (
+        f"{entry.grid(problem, chosen)} {entry.block(chosen)} {entry.smem_bytes(problem, chosen)}"
+        for entry in kernel.entries
+        if not {*entry.args} & {*NOT_ALWAYS}
+    )
+    return f"{chosen}: {'; '.join(launches)}"
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION if is_stored(f"choices/{name}.txt")])
+def test_stored_choices(name: str) -> None:
+    """Tile, grid, threads and shared memory for random problems on several GPUs, or why there are none; also of tiles
+    that are requested, legal or not. Of most there is a hash only."""
+    kernel, draw, lines = ATTENTION[name], random.Random(name), []
+    for n in range(1500):
+        problem, arch = drawn_problem(kernel, draw), draw.choice((*ARCHS, *[kernel.min_arch or (8, 0)] * 5))
+        if n % 3 and kernel.why_unsupported(problem, arch):
+            continue
+        tile = drawn_tile(kernel, draw) if n % 4 == 3 else None
+        lines.append(f"{arch} {problem}{f' {tile}' if tile else ''} -> {choice(kernel, problem, arch, tile)}")
+    rest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    check_stored(f"choices/{name}.txt", [*(line[:200] for line in lines[:20]), f"{len(lines)} in all: {rest}"])
