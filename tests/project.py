@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from sandbox.core import registry
 from sandbox.spec import Kernel
@@ -102,3 +106,62 @@ def check_stored(name: str, lines: Iterable[str]) -> None:
     before = path.read_text().splitlines() if path.is_file() else []
     changed = [*difflib.unified_diff(before, text.splitlines(), "stored", "now", n=0, lineterm="")]
     assert not changed, "\n".join([*changed[:40], "SANDBOX_STORE=1 pytest … stores the new text"])
+
+
+def printed(width: int, *renderables: Any) -> list[str]:
+    """The lines that a terminal of `width` columns shows."""
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO(), record=True, highlight=False)
+    for each in renderables:
+        console.print(each)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def drawn(draw: Callable[[], object]) -> list[str]:
+    """What a function draws with sandbox.core.picture, as text: texts, ticks, limits that were set, and every line,
+    area and image with its numbers and colours. Nothing is written."""
+    from sandbox.core import picture
+
+    figures: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(picture, "save", lambda figure, prefix: figures.append(figure) or [])
+        draw()
+    return [line for figure in figures for line in _figure_lines(figure)]
+
+
+def _figure_lines(figure: Any) -> Iterator[str]:
+    yield f"figure {figure.get_size_inches().tolist()}, {figure.dpi} dpi: {figure.get_suptitle()!r}"
+    for legend in figure.legends:
+        yield f"legend {[text.get_text() for text in legend.get_texts()]} {legend._ncols} {legend._loc}"
+    for axes in figure.axes:
+        yield f"axes {axes.get_subplotspec()}: {axes.get_title('left')!r}, {axes.get_xlabel()!r}, {axes.get_ylabel()!r}"
+        for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+            limits = "" if getattr(axes, f"get_autoscale{name}_on")() else numbers(axis.get_view_interval())
+            yield f"  {name} {axis.get_scale()} {limits} {_fixed_ticks(axis)}"
+        for line in axes.lines:
+            style = (line.get_label(), line.get_color(), line.get_marker(), line.get_markerfacecolor())
+            sizes = (line.get_linestyle(), line.get_linewidth(), line.get_markersize(), line.get_zorder())
+            yield f"  line {style} {sizes}: {numbers(line.get_xdata())}; {numbers(line.get_ydata())}"
+        for area in axes.collections:
+            corners = [numbers(path.vertices.ravel()) for path in area.get_paths()]
+            style = (area.get_label(), numbers(area.get_facecolor().ravel()), area.get_zorder())
+            yield f"  area {style} {numbers(area.get_offsets().ravel())} {corners}"
+        for image in axes.images:
+            yield f"  image {numbers(image.get_clim())} {image.origin}: {numbers(image.get_array().filled(-1).ravel())}"
+        for text in axes.texts:
+            look = (text.get_color(), text.get_fontsize(), text.get_weight(), text.get_ha(), text.get_va())
+            yield f"  text {numbers(text.get_position())} {text.get_text()!r} {look}"
+
+
+def _fixed_ticks(axis: Any) -> str:
+    """The ticks that were set: others depend on matplotlib's version."""
+    from matplotlib.ticker import FixedLocator
+
+    if not isinstance(axis.get_major_locator(), FixedLocator):
+        return ""
+    return f"{numbers(axis.get_ticklocs())} {[text.get_text() for text in axis.get_ticklabels()]}"
+
+
+def numbers(values: Iterable[Any]) -> str:
+    return " ".join(f"{float(value):.5g}" for value in values)

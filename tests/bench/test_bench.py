@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from project import ROOT
+from project import ROOT, check_stored, drawn, printed
 
 from sandbox import attention_forward, cli
 from sandbox.bench import benchmark, decode, documents, environment, peers, plot, rows, sampled_shapes
@@ -687,6 +687,37 @@ def test_plot(tmp_path: Path) -> None:
     assert "fwd_x float32" in plot.draw(both, tmp_path / "two")[1].read_text()
     with pytest.raises(UnsupportedProblem, match="nothing to plot"):
         plot.draw([row("a", SMALL, None, ok=None).as_json()], tmp_path / "none")
+
+
+def test_stored_tables_and_plots() -> None:
+    """Their whole text, numbers and styles."""
+    pytest.importorskip("matplotlib")
+    rows = grid_rows()
+    failed = dataclasses.replace(row("fwd_y", SMALL, None, "fwd_y", ok=False), message="fwd_y: error 1.5 at 3")
+    wrong = dataclasses.replace(row("fwd_y", SMALL, None, "fwd_y", ok=False), message="wrong", error=1, bound=0.1)
+    skipped = dataclasses.replace(row("eager", SMALL, None, ok=None), message="eager: no")
+    others = [
+        r.as_json() for r in (failed, wrong, skipped, row("fwd_y", dataclasses.replace(SMALL, Sk=64), 0.02, "fwd_y"))
+    ]
+    lines = []
+    for found in (rows[:12], [*rows[10:30], *others], others):
+        for width in (60, 79, 80, 110, 200):
+            peer = bench_report.pick_peer(found)
+            lines += printed(width, bench_report.bench_table(found, peer, width), *bench_report.notes(found, peer))
+    lines += [bench_report.times(ratio) for ratio in (0.0994, 0.0996, 0.1, 1.005, 12.0)]
+    check_stored("bench/tables.txt", lines)
+    both = [*rows, row("fwd_x", Problem(1, 1, 512, 512, 64, dtype="float32"), kernel="fwd_x").as_json()]
+    check_stored("bench/plots.txt", [*drawn(lambda: plot.draw(rows, "")), *drawn(lambda: plot.draw(both, ""))])
+
+
+def test_stored_grids() -> None:
+    """Every problem of each grid, and of samples."""
+    lines = []
+    for name, grid in benchmark.GRIDS.items():
+        lines += [f"{name} {problem}" for problem in grid("float16")]
+    for name in sampled_shapes.SAMPLED:
+        lines += [f"sampled {name} {problem}"[:400] for problem in sampled_shapes.sampled(name, 24, 7, "bfloat16")]
+    check_stored("bench/grids.txt", lines)
 
 
 # ---- the command

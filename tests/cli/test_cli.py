@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from project import INTERRUPTIBLE, in_project, new_kernel
+from project import INTERRUPTIBLE, check_stored, in_project, new_kernel
 from rich.console import Console
 
 from sandbox.cli import cli, output
@@ -86,6 +86,22 @@ def test_options_that_commands_share() -> None:
     assert having("--backend") == {*launching, "check", "tune"}
     assert having("--html") == {"bench", "check", "profile", "ptx", "sass", "timeline", "tune", "watch"}
     assert having("--plot") == {"bench", "profile", "timeline", "tune"}
+
+
+def test_stored_options() -> None:
+    """Every option of every command: names, default, type, choices, whether it is repeated or a flag."""
+    assert cli.list_commands(click.Context(cli))  # imports all
+    lines = []
+    for name, command in sorted(commands(cli)):
+        for p in command.params:
+            kind = {name: value for name, value in p.type.to_info_dict().items() if value not in (None, False)}
+            default = "none" if p.default is None or "UNSET" in repr(p.default) else repr(p.default)
+            flag = getattr(p, "flag_value", None) if getattr(p, "is_flag", False) else ""
+            lines.append(
+                f"{name} {' '.join([*p.opts, *p.secondary_opts])}: {kind} default {default} {flag} "
+                f"{p.required} {getattr(p, 'multiple', '')} {p.nargs}"
+            )
+    check_stored("cli/options.txt", lines)
 
 
 def test_list() -> None:

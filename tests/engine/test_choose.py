@@ -14,7 +14,7 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.engine import choose
-from sandbox.launch.arguments import NOT_ALWAYS
+from sandbox.launch.arguments import NOT_ALWAYS, scratch_of
 from sandbox.spec import Problem, Tile
 from sandbox.verify.scores import OPTIONS
 
@@ -123,17 +123,32 @@ def choice(kernel: Kernel, problem: Problem, arch: tuple[int, int] | None, tile:
     except UnsupportedProblem as error:
         return str(error).replace(f"{kernel.name}: ", "")
     launches = (
-        f"{entry.grid(problem, chosen)} {entry.block(chosen)} {entry.smem_bytes(problem, chosen)}"
+        (entry.grid(problem, chosen), entry.block(chosen), entry.smem_bytes(problem, chosen), entry.cluster(chosen),
+         *(number(problem, chosen) for number in entry.numbers.values()))
         for entry in kernel.entries
         if not {*entry.args} & {*NOT_ALWAYS}
-    )
-    return f"{chosen}: {'; '.join(launches)}"
+    )  # fmt: skip
+    zeroed = [sizes(problem, chosen)[1] for sizes in kernel.scratch.values()]
+    first = " first" if kernel.first_for(problem) else ""
+    return f"{chosen}: {'; '.join(map(str, launches))} {scratch_of(kernel, problem, chosen)} {zeroed}{first}"
+
+
+def constants(kernel: Kernel) -> str:
+    """The fields of a spec that are no functions, also of its further entries; tiles in their order."""
+    kinds = (str, int, tuple, dict)
+    fields = [
+        f"{field.name}={value!r}"
+        for entry in kernel.entries
+        for field in dataclasses.fields(entry)
+        if isinstance(value := getattr(entry, field.name), kinds) and field.name not in ("then", "numbers", "scratch")
+    ]
+    return ", ".join(fields)
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if is_stored(f"choices/{name}.txt")])
 def test_stored_choices(name: str) -> None:
-    """Tile, grid, threads and shared memory for random problems on several GPUs, or why there are none; also of tiles
-    that are requested, legal or not. Of most there is a hash only."""
+    """The constants of the spec; then tile, grid, threads, shared memory and scratch for random problems on several
+    GPUs, or why there are none; also of tiles that are requested, legal or not. Of most problems there is a hash."""
     kernel, draw, lines = ATTENTION[name], random.Random(name), []
     for n in range(1500):
         problem, arch = drawn_problem(kernel, draw), draw.choice((*ARCHS, *[kernel.min_arch or (8, 0)] * 5))
@@ -142,4 +157,6 @@ def test_stored_choices(name: str) -> None:
         tile = drawn_tile(kernel, draw) if n % 4 == 3 else None
         lines.append(f"{arch} {problem}{f' {tile}' if tile else ''} -> {choice(kernel, problem, arch, tile)}")
     rest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    check_stored(f"choices/{name}.txt", [*(line[:200] for line in lines[:20]), f"{len(lines)} in all: {rest}"])
+    check_stored(
+        f"choices/{name}.txt", [constants(kernel), *(line[:220] for line in lines[:20]), f"{len(lines)} in all: {rest}"]
+    )

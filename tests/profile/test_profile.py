@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from project import check_stored, drawn, printed
 
 from sandbox.bench import environment
 from sandbox.cli import cli
@@ -321,6 +323,19 @@ def test_comparison_json_and_roofline(kept: Path, tmp_path: Path) -> None:
     assert list(profile_report.page(bare, 80))
     with pytest.raises(UnsupportedProblem, match="a roofline needs metrics that the report lacks"):
         profile_plot.draw([bare], tmp_path / "none")
+
+
+def test_stored_reports(kept: Path) -> None:
+    """Their whole text: of a profile, of one without metrics, of two, and the roofline."""
+    pytest.importorskip("matplotlib")
+    profile, bare = profiler.read(kept), Profile(SUBJECT, ncu.Counters({}), [], {})
+    slower = dict(METRICS) | {"gpu__time_duration.sum": ("nsecond", "31,500"), "dram__bytes_read.sum": ("byte", "999")}
+    other = dataclasses.replace(bare, counters=ncu.parse_raw(raw_page(slower), "fwd_mma"))
+    whole = dataclasses.replace(profile, lines=[])
+    lines = [line for each in (whole, bare, other) for line in printed(120, *profile_report.page(each, 120))]
+    lines += printed(100, profile_report.comparison(whole, other), profile_report.comparison(other, bare))
+    lines += drawn(lambda: profile_plot.draw([whole, bare], ""))
+    check_stored("profile.txt", lines)
 
 
 def test_the_html_page_shows_the_samples(kept: Path, tmp_path: Path) -> None:

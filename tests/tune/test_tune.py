@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from project import ROOT
+from project import ROOT, check_stored, drawn, printed
 from rich.console import Console
 
 import sandbox
@@ -395,6 +395,21 @@ def test_the_table_and_the_picture(own_cache: Path, tmp_path: Path) -> None:
     assert page.count('src="data:image/svg+xml;base64,') == 1
     for one in ({"BLOCK_N": 8}, {"BLOCK_N": 16, "BLOCK_M": 128}):  # one number left to vary, and none
         assert len(tune_report.draw(finished(FakeExecutor(), fixed=one), tmp_path / "narrow")) == 2
+
+
+def test_stored_tables_and_pictures(own_cache: Path) -> None:
+    """Their whole text, numbers and styles: of all tiles, of one number that varies, and of small differences."""
+    pytest.importorskip("matplotlib")
+    lines = []
+    for options in ({}, {"fixed": {"BLOCK_N": 8}}):
+        search = finished(FakeExecutor(), **options)
+        lines += printed(100, *tune_report.verdict(search), tune_report.tune_table(search, 100))
+        lines += printed(79, tune_report.tune_table(search, 79))
+        lines += drawn(lambda search=search: tune_report.draw(search, ""))  # type: ignore[misc]
+    close = finished(FakeExecutor(noise=0.2, gain=0.02))
+    lines += printed(100, *tune_report.verdict(close), tune_report.tune_table(close, 100))
+    lines.append(json.dumps(tune_report.as_json(close), default=str))
+    check_stored("tune.txt", lines)
 
 
 # ---- end to end, with the CPU backend in place of a GPU

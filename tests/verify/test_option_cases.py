@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from project import check_stored, is_stored
 
 from sandbox import reference
 from sandbox.core import registry
@@ -23,7 +25,7 @@ from sandbox.launch.dlpack import HOST
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
 from sandbox.toolchain import cache, nvrtc
-from sandbox.verify import sampled, scores, sequences
+from sandbox.verify import cases, sampled, scores, sequences
 from sandbox.verify.cases import Case, inputs_of, sweep_cases
 from sandbox.verify.isolated import IsolatedRunner
 from sandbox.verify.references import reference_of
@@ -129,6 +131,48 @@ def test_the_sweep_tries_every_option(kernel) -> None:
     assert len(found) - len(of_float8) == sum(takes.issuperset(names) for names in TRIED)
     assert {case.inputs for case in found} == {"normal", "hidden", "large"} or len(takes) < len(scores.OPTIONS) / 2
     assert {case.problem.dtype for case in found} == {*kernel.dtypes}
+
+
+@pytest.mark.parametrize("name", [name for name in registry.kernels() if is_stored(f"cases/{name}.txt")])
+def test_stored_cases(name: str) -> None:
+    """What the commands run by default: problem, inputs and layout of every case."""
+    kernel = registry.get(name)
+    suite = suite_of(kernel)
+    arch = kernel.min_arch
+    groups: dict[str, list[Any]] = {
+        "run": [*suite.named_cases(kernel, small=True), *suite.named_cases(kernel, small=False)],
+        "watch": [*suite.quick_cases(kernel, HOST), *suite.quick_cases(kernel, ("cuda", 0))],
+        "tiles": [suite.tile_case(kernel, tile) for tile in kernel.tiles],
+        "sanitize": [*suite.small_problems(kernel, kernel.tiles[-1]), *suite.shipped_tiles(kernel, arch)],
+        "check": [*suite.sweep_cases(kernel)],
+    }
+    lines = []
+    for group, found in groups.items():
+        texts = [shown(case) for case in found]
+        some = texts if len(texts) < 16 else [*texts[:4], *texts[-2:]]
+        lines += [f"{group} {text}"[:160] for text in some]
+        lines.append(f"{group}: {len(texts)} in all {hashlib.sha256(repr(texts).encode()).hexdigest()[:16]}")
+    check_stored(f"cases/{name}.txt", lines)
+
+
+def shown(case: Any) -> str:
+    if isinstance(case, Case):
+        return f"{case.name} | {case.problem} | {case.inputs} {case.layout}"
+    return " ".join(map(str, case)) if isinstance(case, tuple) else str(case)
+
+
+def test_stored_inputs() -> None:
+    """Each kind of inputs and each memory layout, of numbers that are given."""
+    lines = []
+    for name, change in cases.INPUTS.items():
+        q, k, v = (np.linspace(-3, n, 2 * 97 * 8, dtype=np.float32).reshape(1, 2, 97, 8) for n in (1, 2, 3))
+        change(q, k, v)
+        lines.append(f"{name} {[hashlib.sha256(x.tobytes()).hexdigest()[:12] for x in (q, k, v)]}")
+    for name, lay_out in cases.LAYOUTS.items():
+        for dtype in (np.float32, np.float16, ml_dtypes.float8_e4m3fn):
+            x = lay_out(np.arange(2 * 3 * 5 * 8).reshape(2, 3, 5, 8).astype(dtype))
+            lines.append(f"{name} {x.dtype} {x.shape} {x.strides} {x.astype(np.float64).sum()}")
+    check_stored("inputs.txt", lines)
 
 
 def test_hidden_elements_are_nan() -> None:
