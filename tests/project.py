@@ -131,7 +131,7 @@ def drawn(draw: Callable[[], object]) -> list[str]:
 
 
 def _figure_lines(figure: Any) -> Iterator[str]:
-    yield f"figure {figure.get_size_inches().tolist()}, {figure.dpi} dpi: {figure.get_suptitle()!r}"
+    yield f"figure {numbers(figure.get_size_inches())}, {figure.dpi} dpi: {figure.get_suptitle()!r}"
     for legend in figure.legends:
         yield f"legend {[text.get_text() for text in legend.get_texts()]} {legend._ncols} {legend._loc}"
     for axes in figure.axes:
@@ -140,18 +140,22 @@ def _figure_lines(figure: Any) -> Iterator[str]:
             limits = "" if getattr(axes, f"get_autoscale{name}_on")() else numbers(axis.get_view_interval())
             yield f"  {name} {axis.get_scale()} {limits} {_fixed_ticks(axis)}"
         for line in axes.lines:
-            style = (line.get_label(), line.get_color(), line.get_marker(), line.get_markerfacecolor())
+            style = (_label(line), line.get_color(), line.get_marker(), line.get_markerfacecolor())
             sizes = (line.get_linestyle(), line.get_linewidth(), line.get_markersize(), line.get_zorder())
             yield f"  line {style} {sizes}: {numbers(line.get_xdata())}; {numbers(line.get_ydata())}"
         for area in axes.collections:
-            corners = [numbers(path.vertices.ravel()) for path in area.get_paths()]
-            style = (area.get_label(), numbers(area.get_facecolor().ravel()), area.get_zorder())
+            corners = [[numbers(c) for c in sorted(set(map(tuple, p.vertices)))] for p in area.get_paths()]
+            style = (_label(area), numbers(area.get_facecolor().ravel()), area.get_zorder())
             yield f"  area {style} {numbers(area.get_offsets().ravel())} {corners}"
         for image in axes.images:
             yield f"  image {numbers(image.get_clim())} {image.origin}: {numbers(image.get_array().filled(-1).ravel())}"
         for text in axes.texts:
             look = (text.get_color(), text.get_fontsize(), text.get_weight(), text.get_ha(), text.get_va())
             yield f"  text {numbers(text.get_position())} {text.get_text()!r} {look}"
+
+
+def _label(artist: Any) -> str:
+    return "" if artist.get_label().startswith("_") else artist.get_label()
 
 
 def _fixed_ticks(axis: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from project import INTERRUPTIBLE, check_stored, in_project, new_kernel
+from project import INTERRUPTIBLE, check_stored, in_project, new_kernel, printed
 from rich.console import Console
 
 from sandbox.cli import cli, output
@@ -790,6 +790,31 @@ def lines(table, width: int) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return captured.get().splitlines()
+
+
+def test_stored_results() -> None:
+    """The whole output of `run` for results of every kind, on wide and narrow terminals."""
+    emulated = dataclasses.replace(RESULTS[0], backend="cpu", tflops=None, cached=True, resources=None, arch="sm_80")
+    one = dataclasses.replace(RESULTS[1], seconds=None, tflops=None, smem_dynamic=None, compile_seconds=None)
+    wrong = dataclasses.replace(RESULTS[2], ok=False, error=1.25, lse_excess=0.5, tensor="O", sanitize=True)
+    infinite = dataclasses.replace(wrong, error=float("inf"), lse_excess=None, kernel="fwd_block2d")
+    fails = [
+        dataclasses.replace(RESULTS[n], ok=False, error=None, bound=None, message=f"{name}: stops", sanitize=n == 1)
+        for n, name in enumerate(["fwd_minimal"] * 6)
+    ]
+    slow = [dataclasses.replace(one, resources=each) for each in (SPILLED, Resources(40, 0, 8, 0, 0))]
+    skipped = dataclasses.replace(one, ok=None, error=None, message="no such thing")
+    noted = dataclasses.replace(one, message="a remark", error=4.2e-12, bound=3e12)
+    found = [emulated, one, wrong, infinite, *fails, *slow, skipped, noted]
+    shown: list[str] = []
+    for width in (60, 80, 117, 118, 140):
+        shown += printed(width, report.results_table(found, width), report.results_table(found[:2], width, head=False))
+        shown += printed(width, report.results_table(found[:1], width, expected=found))
+    shown += printed(
+        300, *report.notes(found), *report.notes(found[1:4]), *report.failures(found), *report.hints(found)
+    )
+    shown += [report.counts(found), report.counts(found[:3]), report.kib(None), report.kib(1000)]
+    check_stored("cli/results.txt", shown)
 
 
 def test_results_take_one_line_per_case_at_120_columns() -> None:

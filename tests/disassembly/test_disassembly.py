@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from project import ROOT, in_project, new_kernel
+from project import ROOT, check_stored, in_project, new_kernel, printed
 
 import sandbox
 from sandbox.cli import cli
@@ -21,6 +21,7 @@ from sandbox.core.source_line import SourceLine
 from sandbox.disassembly import listing, report
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import disassembly, tools
+from sandbox.toolchain.nvrtc import Resources
 from sandbox.watch.history import History, read_texts
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -57,6 +58,23 @@ def call(*arguments: str) -> Result:
 
 
 # ---- reading
+
+
+def test_stored_reports() -> None:
+    """The whole text of a listing, its summary, and the differences of two."""
+    found = tuple(disassembly.parse_sass(LISTING))
+    code = listing.Code("a", "fwd_x", "sass", "sm_90", PROBLEM, TILE, Resources(40, 8, 0, 4, 12), found, "fwd_x.cu")
+    more = tuple(dataclasses.replace(i, live=i.address) for i in (*found[:4], *found[2:]))
+    other = dataclasses.replace(code, label="b=1,c=2", resources=Resources(44, 0, 0, 0, 0), instructions=more)
+    parts: list[object] = []
+    for each, after in ((code, other), (other, code), (code, code)):
+        parts += [report.headline(each), report.listing(each), report.summary_table(each), *report.live_lines(each)]
+        parts += [report.changes_table(each, after), *report.changed_line_texts(each, after)]
+    lines = [
+        json.dumps(listing.as_json(other), default=str),
+        json.dumps(listing.changes_as_json(code, other), default=str),
+    ]
+    check_stored("disassembly.txt", [*printed(110, *parts), *lines])
 
 
 def test_at_most_five_lines_with_live_registers() -> None:

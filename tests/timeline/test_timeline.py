@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from project import SEED
+from project import SEED, check_stored, drawn, printed
 
 from sandbox.cli import cli
 from sandbox.core import registry
@@ -22,7 +22,7 @@ from sandbox.engine.choose import choose_tile
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST
 from sandbox.pages import timeline
-from sandbox.spec import Kernel, Problem
+from sandbox.spec import Kernel, Problem, Tile
 from sandbox.timeline import mark_buffers, plot, record, recording, report, trace
 from sandbox.toolchain import nvrtc
 
@@ -223,6 +223,26 @@ def test_the_plot_of_a_range(mma: record.Timeline, tmp_path: Path) -> None:
     assert "softmax" in paths[1].read_text() or paths[1].stat().st_size > 5000  # text may be drawn as outlines
     with pytest.raises(UnsupportedProblem, match="no warp has a step"):
         plot.draw(mma, tmp_path / "none", (10**6, 10**6 + 1))
+
+
+def test_stored_report_and_plot() -> None:
+    """The whole text of a timeline with two roles, timed and not, and what is drawn of it."""
+    pytest.importorskip("matplotlib")
+    step = record.Step
+    load = tuple(step(name, 10 * n, 10 * n + 4 + n) for n, name in enumerate(("wait_empty", "load") * 90))
+    math = tuple(step(name, 7 * n, 7 * n + 7) for n, name in enumerate(("wait_full", "S", "softmax", "O") * 3))
+    tracks = (record.Track(0, 0, 3, "load", load, 0), record.Track(0, 4, 3, "math", math, 2),
+              record.Track(2, 4, None, "math", math[1:5], 0))  # fmt: skip
+    problem, tile = Problem(1, 1, 64, 64, 64), Tile(BLOCK_M=64)
+    timed = record.Timeline("k", problem, tile, "GPU", "cycles", 10**9, tracks, 7, (1e-3, 1.25e-3), False)
+    marks = dataclasses.replace(timed, unit="marks", rate=None, seconds=None, same=None, tracks=tracks[1:])
+    lines: list[str] = []
+    for found in (timed, marks):
+        lines += printed(100, report.headline(found), report.heading(found), report.shares_table(found))
+        lines += [*report.remarks(found), str(plot.shown_until(found)), str(plot.colours(found))]
+        lines += drawn(lambda found=found: plot.draw(found, ""))  # type: ignore[misc]
+    lines += drawn(lambda: plot.draw(timed, "", (3, 40)))
+    check_stored("timeline.txt", lines)
 
 
 def test_the_order_of_marks_is_not_called_time(mma: record.Timeline) -> None:

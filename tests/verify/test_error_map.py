@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from project import in_project
+from project import check_stored, drawn, in_project
 
 from sandbox.core import registry
 from sandbox.reference import attention
@@ -212,6 +212,28 @@ def test_the_picture(tmp_path: Path) -> None:
     text = paths[1].read_text()
     again = error_map.draw(found, "fwd_minimal", tmp_path / "again")
     assert again[1].read_text() == text  # the same faults give the same file
+
+
+def test_stored_maps() -> None:
+    """The whole text of maps, and what is drawn."""
+    pytest.importorskip("matplotlib")
+    rng = np.random.default_rng(3)
+    scattered = tuple(rng.integers(0, n, 40) for n in (2, 3, 200, 32))
+    faults = [
+        non_finite(*where, name=name)
+        for name in ("O", "dK")
+        for where in (
+            (1, 2, 70, 5), (every, every, slice(192, 200)), (every, every, slice(0, 200, 64)),
+            (0, every, slice(70, 90)),
+            (every, every, slice(63, 192, 64)), (every, every, every, slice(3, 32, 8)), (every, 1), (every,), scattered,
+            (every, every, every, slice(16, 32)), (0, 1, [0, 63, 64, 199]), (0, 0, slice(0, 200, 3), 1),
+        )
+    ]  # fmt: skip
+    lines = [f"{found.tile_rows} {found.text}" for found in faults]
+    lines += drawn(lambda: error_map.draw(faults[0], "title", ""))[:7]
+    rows = non_finite(0, 0, 5, value=1e9, problem=Problem(1, 1, 130, 130, 4))
+    lines += drawn(lambda: error_map.draw(rows, "title", ""))[:6]
+    check_stored("error_maps.txt", lines)
 
 
 def test_the_command_line_says_where_and_draws(project_copy: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 
 import numpy as np
 import pytest
+from project import check_stored
 from rich.console import Console
 from rich.text import Text
 
@@ -77,6 +79,24 @@ def test_changes_against_two_versions() -> None:
 
 def test_one_version_that_is_both() -> None:
     assert line(screen(GOOD, previous=version(9), best=version(9)), "  ") == "now last good, and best #9"
+
+
+def test_stored_screens() -> None:
+    """The whole screen of each outcome, with styles, beside earlier versions and without; and the history."""
+    old = [version(13), version(9, seconds=0.0, tflops=1.0, stack=16.0, smem=1000.0, occupancy=0.5)]
+    lines = []
+    for name, found in {"GOOD": GOOD, **FAULTS}.items():
+        for previous, best in ((None, None), (old[0], old[1]), (old[1], old[1])):
+            lines += [f"---- {name}", *screen(found, 80, previous, best).splitlines()]
+    now = Iteration(0, "k", dataclasses.replace(GOOD, pending="sanitizers run"), {}, 0.5, None, None, elapsed=0.75)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(watch_report.screen(now), *watch_report.history_lines([*old, failed(5)]), sep="\n")
+    text = "\n".join([*lines, *console.export_text().splitlines()])
+    check_stored("watch.txt", (line.rstrip() for line in text.replace(str(registry.FOLDER.parent), "…").splitlines()))
+
+
+def failed(number: int) -> Version:
+    return dataclasses.replace(version(number), ok=False, stage="compile", message=REFUSED)
 
 
 TEXT = "O is wrong in 3 of 9 elements " * 5
