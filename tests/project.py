@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import io
 import os
+import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sandbox.core import registry
-from sandbox.spec import Kernel
+from sandbox.spec import Kernel, Problem
+from sandbox.verify.scores import OPTIONS
 
 # Seed for sampling where there are too many combinations. It is fixed, so that results are reproducible;
 # SANDBOX_SEED=N selects another sample.
@@ -86,6 +89,35 @@ def leave_process_group() -> None:
 
     time.sleep(0.2)
     torch.distributed.destroy_process_group()
+
+
+# Lengths at and beside those at which specs choose another tile, and head dimensions (D, Dv).
+LENGTHS = (0, 1, 2, 16, 63, 64, 65, 127, 128, 129, 192, 256, 511, 512, 513, 576, 1023, 1024, 1025, 1088, 1151, 1152,
+           2047, 2048, 2049, 4095, 4096, 4097, 8192, 16384, 65536)  # fmt: skip
+WIDTHS = (*((D, D) for D in (7, 8, 16, 32, 40, 64, 72, 80, 96, 128, 129, 160, 192, 256)), (128, 64), (192, 128),
+          (64, 128), (576, 512), (576, 128))  # fmt: skip
+BATCHES = ((1, 1, 1), (1, 8, 8), (1, 32, 8), (2, 128, 1), (4, 16, 2), (8, 6, 3), (16, 32, 32))  # B, H, Hk
+
+
+def drawn_problem(draw: random.Random, dtypes: Sequence[str]) -> Problem:
+    """A random problem, half of them without options; supported or not."""
+    (B, H, Hk), (D, Dv) = draw.choice(BATCHES), draw.choice(WIDTHS)
+    Sq, Sk = draw.choice(LENGTHS), draw.choice(LENGTHS)
+    fields: dict[str, Any] = {
+        "dtype": draw.choice(dtypes),
+        "causal": draw.choice((False, "bottom-right", "top-left")),
+    }
+    layout = draw.choice(("dense", "dense", "ragged", "paged"))
+    if layout == "ragged":
+        problem = Problem(B, H, 0, 0, D, Hk=Hk, Dv=Dv, ragged=(B * max(Sq, 1), B * max(Sk, 1)), **fields)
+    else:
+        problem = Problem(B, H, Sq, draw.choice((Sq, Sk)), D, Hk=Hk, Dv=Dv, **fields)
+    if layout == "paged":
+        size = draw.choice((1, 16, 48, 64, 256))
+        problem = dataclasses.replace(problem, Sk=problem.Sk // size * size, page_size=size, key_lengths=True)
+    for option in draw.sample(sorted(OPTIONS), draw.choice((0, 0, 1, 2))):
+        problem = dataclasses.replace(problem, **OPTIONS[option](problem))
+    return problem
 
 
 STORED = ROOT / "tests" / "stored"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import itertools
 import json
 import pickle
+import random
 import re
+from functools import cached_property
 
 import numpy as np
 import pytest
-from project import ROOT
+from project import ROOT, check_stored, drawn_problem
 
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
@@ -199,6 +203,65 @@ def test_itemsize_and_text() -> None:
     assert str(P) == "B2 H4/2 S7x9 D64 float16 causal"
     assert str(Problem(1, 2, 3, 3, 4, causal="top-left")) == "B1 H2 S3 D4 float32 causal-top-left"
     assert [cdiv(0, 4), cdiv(1, 4), cdiv(4, 4), cdiv(5, 4)] == [0, 1, 1, 2]
+
+
+def test_stored_properties() -> None:
+    """All that is derived from a problem, for random problems; of most there is a hash."""
+    draw, lines = random.Random(0), []
+    names = [name for name, value in vars(Problem).items() if isinstance(value, (property, cached_property))]
+    dtypes = ("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2")
+    for n in range(500):
+        p = drawn_problem(draw, dtypes)
+        if p.Sq > 2100 and (p.causal or p.window != (None, None)):
+            continue  # visible pairs are counted row by row
+        if n % 3 == 2 and not p.page_size:
+            lengths = tuple((draw.randrange(70), draw.randrange(70)) for _ in range(p.B))
+            p = dataclasses.replace(p, lengths=lengths, ragged=(), bias=(), bias_dtype="", mask=(), score=None)
+        found = {name: getattr(p, name) for name in names if name not in ("options", "reads_elements")}
+        found |= {"options": sorted(p.options), "reads": sorted(p.reads_elements), "back": p.flops_of("backward")}
+        found |= {"pairs": p.flops_of("forward", 1000), "query": p.query_tiles(48), "key": p.key_tiles(80)}
+        lines.append(f"{p}: {found} {[p.dtype_of(name) for name in ('Q', 'V', 'O', 'dV', 'dO', 'bias')]} {p.as_json()}")
+    rest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    check_stored("problems.txt", [*(line[:400] for line in lines[:12]), f"{len(lines)} in all: {rest}"])
+
+
+TRIED_VALUES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("B", "H", "Sq", "Sk", "Hk", "D", "Dv", "page_size", "pages"),
+                    (-1, 0, 1, 2, 3, 4, True, 1.5, "4", None, np.int64(8), 2**29, 2**29 + 1, 2**31 - 1, 2**31)),
+    "dtype": ("float16", "half", "float8_e4m3", "float64", "", None),
+    "causal": (True, 1, 0, "top-left", "left", 2),
+    "scale": (0, -1, 1e-39, 3.4028235e38, 3.4028236e38, float("nan"), float("inf"), "x", None, True),
+    "window": (None, (None, None), (0, 0), (1, None), (-1, 0), (None, 16), (17, 99), (1,), (1, 2, 3), (1.5, 0), 3),
+    "softcap": (0, 1, -1, 1e-39, 1e39, float("nan"), float("inf"), "1", None, True),
+    "alibi": (True, (4,), (2, 4), (1, 4), (3,), (), None, 4),
+    "bias": ((1, 1, 7, 9), (2, 4, 7, 9), (7, 9), (1, 1, 1, 1), (2, 4, 7, 8), (0, 1, 7, 9), (1, 1, 1, 7, 9), None),
+    "bias_dtype": ("", "float32", "float16", "bfloat16"),
+    "mask": ((1, 1, 7, 9), (2, 4, 7, 9), (9,), (1, 1, 8, 9), (2, 1, 1, 9)),
+    **dict.fromkeys(("sink", "key_lengths", "latent", "mappable"), (True, False, 1, 0, None, "yes")),
+    "dropout": (0, 0.5, 1, 1.0, 1.0000001, -0.1, float("nan"), "x", True, 2**-33, 1 - 2**-33),
+    "ragged": ((5, 6), (0, 0), (2**31 - 1, 1), (2**31, 1), (-1, 2), (1,), (1, 2, 3)),
+    "lengths": (((7, 9), (1, 0)), ((0, 0),), ((-1, 2),), ((1, 2, 3),), (), ((2**29, 1),), ((2**29 + 1, 1),)),
+    "v_dtype": ("", "float16", "float8_e5m2", "float32"),
+    "out_dtype": ("", "float16", "float8_e5m2", "float32", "bfloat16"),
+    "descale": ((), (1.0, 1.0, 1.0), (1.0,), ((2, 2), 1.0, 1.0), (0.0, 1.0, 1.0), (1e39, 1.0, 1.0),
+                ((2, 4), (1, 2), (2, 2))),
+}  # fmt: skip
+
+
+def test_stored_limits() -> None:
+    """Which values of each field are accepted, as what, and the messages for others; also beside other options."""
+    lines = []
+    bases = (P, dataclasses.replace(P, dtype="float8_e4m3"), dataclasses.replace(P, bias=(1, 1, 7, 9)),
+             dataclasses.replace(P, lengths=((7, 9), (3, 2)), window=(1, 2)))  # fmt: skip
+    for name, values in TRIED_VALUES.items():
+        for n, (base, value) in enumerate(itertools.product(bases, values)):
+            try:
+                shown = repr(getattr(dataclasses.replace(base, **{name: value}), name))
+            except Exception as error:
+                shown = f"{type(error).__name__}: {error}"
+            lines.append(f"{name}={value!r} {n // len(values)}: {shown}")
+    rest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    check_stored("limits.txt", [*(line for line in lines if " 0: " in line), f"{len(lines)} in all: {rest}"])
 
 
 # ---- Tile

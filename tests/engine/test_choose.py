@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from typing import Any
 
 import pytest
-from project import check_stored, is_stored
+from project import check_stored, drawn_problem, is_stored
 
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
@@ -16,7 +15,6 @@ from sandbox.core.kernel import Kernel
 from sandbox.engine import choose
 from sandbox.launch.arguments import NOT_ALWAYS, scratch_of
 from sandbox.spec import Problem, Tile
-from sandbox.verify.scores import OPTIONS
 
 HOPPER = (9, 0)
 ATTENTION = {name: kernel for name, kernel in registry.kernels().items() if not kernel.custom}
@@ -78,34 +76,7 @@ def test_narrow_values_use_a_tile_with_more_keys(D: int, Dv: int, keys: int) -> 
     assert (128, keys) == (chosen.BLOCK_M, chosen.BLOCK_N)
 
 
-# Lengths at and beside those at which specs choose another tile, and head dimensions (D, Dv).
-LENGTHS = (0, 1, 2, 16, 63, 64, 65, 127, 128, 129, 192, 256, 511, 512, 513, 576, 1023, 1024, 1025, 1088, 1151, 1152,
-           2047, 2048, 2049, 4095, 4096, 4097, 8192, 16384, 65536)  # fmt: skip
-WIDTHS = (*((D, D) for D in (7, 8, 16, 32, 40, 64, 72, 80, 96, 128, 129, 160, 192, 256)), (128, 64), (192, 128),
-          (64, 128), (576, 512), (576, 128))  # fmt: skip
-BATCHES = ((1, 1, 1), (1, 8, 8), (1, 32, 8), (2, 128, 1), (4, 16, 2), (8, 6, 3), (16, 32, 32))  # B, H, Hk
 ARCHS = (None, (8, 0), (8, 6), (9, 0), (10, 0))
-
-
-def drawn_problem(kernel: Kernel, draw: random.Random) -> Problem:
-    """A random problem, half of them without options; supported or not."""
-    (B, H, Hk), (D, Dv) = draw.choice(BATCHES), draw.choice(WIDTHS)
-    Sq, Sk = draw.choice(LENGTHS), draw.choice(LENGTHS)
-    fields: dict[str, Any] = {
-        "dtype": draw.choice(kernel.dtypes),
-        "causal": draw.choice((False, "bottom-right", "top-left")),
-    }
-    layout = draw.choice(("dense", "dense", "ragged", "paged"))
-    if layout == "ragged":
-        problem = Problem(B, H, 0, 0, D, Hk=Hk, Dv=Dv, ragged=(B * max(Sq, 1), B * max(Sk, 1)), **fields)
-    else:
-        problem = Problem(B, H, Sq, draw.choice((Sq, Sk)), D, Hk=Hk, Dv=Dv, **fields)
-    if layout == "paged":
-        size = draw.choice((1, 16, 48, 64, 256))
-        problem = dataclasses.replace(problem, Sk=problem.Sk // size * size, page_size=size, key_lengths=True)
-    for option in draw.sample(sorted(OPTIONS), draw.choice((0, 0, 1, 2))):
-        problem = dataclasses.replace(problem, **OPTIONS[option](problem))
-    return kernel.adapted(problem)
 
 
 def drawn_tile(kernel: Kernel, draw: random.Random) -> Tile:
@@ -128,9 +99,10 @@ def choice(kernel: Kernel, problem: Problem, arch: tuple[int, int] | None, tile:
         for entry in kernel.entries
         if not {*entry.args} & {*NOT_ALWAYS}
     )  # fmt: skip
+    defined = sorted(kernel.defines(problem, chosen).items())
     zeroed = [sizes(problem, chosen)[1] for sizes in kernel.scratch.values()]
     first = " first" if kernel.first_for(problem) else ""
-    return f"{chosen}: {'; '.join(map(str, launches))} {scratch_of(kernel, problem, chosen)} {zeroed}{first}"
+    return f"{chosen}: {'; '.join(map(str, launches))} {scratch_of(kernel, problem, chosen)} {zeroed}{first} {defined}"
 
 
 def constants(kernel: Kernel) -> str:
@@ -151,7 +123,10 @@ def test_stored_choices(name: str) -> None:
     GPUs, or why there are none; also of tiles that are requested, legal or not. Of most problems there is a hash."""
     kernel, draw, lines = ATTENTION[name], random.Random(name), []
     for n in range(1500):
-        problem, arch = drawn_problem(kernel, draw), draw.choice((*ARCHS, *[kernel.min_arch or (8, 0)] * 5))
+        problem, arch = (
+            kernel.adapted(drawn_problem(draw, kernel.dtypes)),
+            draw.choice((*ARCHS, *[kernel.min_arch or (8, 0)] * 5)),
+        )
         if n % 3 and kernel.why_unsupported(problem, arch):
             continue
         tile = drawn_tile(kernel, draw) if n % 4 == 3 else None
