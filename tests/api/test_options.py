@@ -6,13 +6,16 @@ import ast
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from project import ROOT
+from project import ROOT, check_stored
 
 import sandbox
-from sandbox.api import options
+from sandbox.api import options, plan
 from sandbox.api.options import DEFAULT, Options, collect, launch_options, plain_options, replace
 from sandbox.core.options import ARRAYS, OPTIONS, Array, score_structure
 
@@ -108,3 +111,151 @@ def test_the_structs_of_host_and_device_have_the_same_order() -> None:
         names = [name for name, _ in score_structure(problem)._fields_ if "_stride_" not in name]
         found = [re.search(rf"\b{name}[,;]", struct).start() for name in names]
         assert found == sorted(found), dict(zip(names, found, strict=True))
+
+
+# ---- which calls are accepted
+
+
+class Chosen(Exception):
+    """Raised in place of the compilation."""
+
+
+def arrays(*shapes: tuple[int, ...], dtype: Any = np.float16) -> list[np.ndarray]:
+    return [np.zeros(shape, dtype) for shape in shapes]
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+Q4, K2 = (2, 4, 9, 16), (2, 2, 11, 16)
+LAID_OUT: dict[str, Callable[[], Any]] = {  # q, k, v that are accepted or not
+    "usual": lambda: arrays(Q4, K2, K2),
+    "three dimensions": lambda: arrays(Q4[1:], K2, K2),
+    "another batch": lambda: arrays(Q4, (1, *K2[1:]), (1, *K2[1:])),
+    "another D": lambda: arrays(Q4, (*K2[:3], 8), K2),
+    "another Sk": lambda: arrays(Q4, K2, (2, 2, 10, 16)),
+    "another Dv": lambda: arrays(Q4, K2, (2, 2, 11, 8)),
+    "Dv = 0": lambda: arrays(Q4, K2, (2, 2, 11, 0)),
+    "D = 0": lambda: arrays((2, 4, 9, 0), (2, 2, 11, 0), K2),
+    "three heads": lambda: arrays((2, 3, 9, 16), K2, K2),
+    "no heads of k": lambda: arrays(Q4, (2, 0, 11, 16), (2, 0, 11, 16)),
+    "float64": lambda: arrays(Q4, K2, K2, dtype=np.float64),
+    "int8": lambda: arrays(Q4, K2, K2, dtype=np.int8),
+    "two dtypes": lambda: [*arrays(Q4, K2), np.zeros(K2, np.float32)],
+    "k with a stride in D": lambda: [*arrays(Q4), np.zeros((2, 2, 11, 32), np.float16)[..., ::2], *arrays(K2)],
+    "q with a stride in D": lambda: [np.zeros((2, 4, 16, 9), np.float16).swapaxes(2, 3), *arrays(K2, K2)],
+    "unaligned rows": lambda: [np.zeros((2, 4, 9, 17), np.float16)[..., 1:], *arrays(K2, K2)],
+    "a list": lambda: [[1.0], *arrays(K2, K2)],
+    "float8": lambda: arrays(Q4, K2, K2, dtype=ml_dtypes.float8_e4m3fn),
+    "latent": lambda: [*arrays((2, 4, 9, 64)), k := np.zeros((2, 1, 11, 64), np.float16), k[..., :32]],
+}
+F32 = np.float32
+KEYWORDS: list[dict[str, Any]] = [
+    {},
+    *({"causal": causal} for causal in (True, "top-left", "left", 2, None)),
+    *({"scale": scale} for scale in (0, 0.5, "x", float("nan"), np.ones(1), np.ones(2))),
+    *({"window": window} for window in ((1, 2), (None, 3), (-1, 0), 3)),
+    *({"softcap": n} for n in (0, 1.5, -1, float("inf"))),
+    *({"dropout": p, "seed": seed} for p in (0.25, 1.0, -0.1, 1.5) for seed in (3, None, np.zeros(2, np.int64))),
+    {"dropout": 0.25, "seed": 2**63}, {"dropout": 0.25, "seed": -1}, {"dropout": 0.25, "seed": 1.5}, {"seed": 4},
+    *({"alibi": np.zeros(shape, F32)} for shape in ((4,), (2, 4), (1, 4), (3,), ())),
+    *({"alibi": np.zeros(4, dtype)} for dtype in (np.float16, np.float64)),
+    *({"bias": np.zeros(shape, F32)} for shape in ((2, 4, 9, 11), (9, 11), (1, 1, 1, 11), (4, 1, 1),
+                                                          (2, 4, 9, 12), (11,))),
+    *({"bias": np.zeros((9, 11), dtype)} for dtype in (np.float16, np.float64)),
+    {"bias": np.broadcast_to(np.zeros((1, 1, 9, 11), F32), (2, 4, 9, 11))},
+    {"bias": np.zeros((11, 9), F32).T},
+    *({"mask": np.zeros(shape, dtype)} for shape in ((2, 4, 9, 11), (9, 11), (9,)) for dtype in (np.bool_, np.int32)),
+    *({"sink": np.zeros(shape, F32)} for shape in ((4,), (2, 4), (3,))),
+    *({"key_lengths": np.zeros(shape, np.int32)} for shape in ((2,), (3,), (2, 1))),
+    {"key_lengths": np.zeros(2, np.int64)},
+    *({"kernel": name} for name in ("fwd_minimal", "fwd_block2d", "bwd_minimal", "fwd_wgmma", "no", 3)),
+    *({"kernel": "fwd_minimal", "tile": tile} for tile in (
+        "BLOCK_M=32,BLOCK_N=16", {"BLOCK_M": 32}, "x", {"BLOCK_M": 0},
+    )),
+    *({"backend": name} for name in ("cpu", "gpu")),
+    *({"descale": n} for n in ((1.0, 2.0, 3.0), (1.0,), 2.0, (np.ones((2, 4), F32), 1.0, np.ones((1, 2), F32)),
+                               (0.0, 1.0, 1.0), (np.ones((2, 4)), 1.0, 1.0))),
+    *({"descale": (1.0, 1.0, 1.0), "out_dtype": n} for n in ("float32", "float16", "float64", np.float32)),
+    {"score": sandbox.Score("x * 2")}, {"score": sandbox.Score("x", mask="i > j"), "causal": True}, {"score": "x"},
+]  # fmt: skip
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls of the public functions, with names."""
+    for name, make in LAID_OUT.items():
+        yield f"attention {name}", lambda make=make: sandbox.attention(*make())
+    for keywords in KEYWORDS:
+        shown = {name: f"{x.dtype}{x.shape}" if hasattr(x, "dtype") else x for name, x in keywords.items()}
+        for layout in ("usual", "float8") if "descale" in keywords or not keywords else ("usual",):
+            yield f"attention {layout} {shown}", lambda k=keywords, n=layout: sandbox.attention(*LAID_OUT[n](), **k)
+    rows, keys = (20, 4, 16), (30, 2, 16)
+    for offsets in (int32(0, 9, 20), int32(0, 20), int32(), int32(0, 9, 20)[:, None], np.array([0, 20]), [0, 20]):
+        shown = f"{getattr(offsets, 'dtype', 'list')}{getattr(offsets, 'shape', '')}"
+        yield f"varlen {shown}", lambda o=offsets: sandbox.attention_varlen(*arrays(rows, keys, keys), o, o)
+        yield (
+            f"varlen {shown}, 2",
+            lambda o=offsets: sandbox.attention_varlen(*arrays(rows, keys, keys), o, int32(0, 3, 30)),
+        )
+    for longest in (
+        {"max_seqlen_q": 12},
+        {"max_seqlen_q": 12, "max_seqlen_k": 25},
+        {"max_seqlen_q": -1},
+        {"max_seqlen_k": 1.5},
+    ):
+        bias = np.zeros((2, 1, 12, 25), F32)
+        for more in ({}, {"bias": bias}):
+            yield (
+                f"varlen {longest} {[*more]}",
+                lambda k=longest | more: sandbox.attention_varlen(
+                    *arrays(rows, keys, keys), int32(0, 9, 20), int32(0, 9, 30), **k
+                ),
+            )
+    pages = (7, 16, 2, 16)
+    for table in (
+        np.zeros((2, 3), np.int32),
+        np.zeros((3, 3), np.int32),
+        np.zeros(6, np.int32),
+        np.zeros((2, 3), np.int64),
+    ):
+        for lengths in (int32(4, 40), int32(4), np.zeros(2, np.int64)):
+            yield (
+                f"paged {table.dtype}{table.shape} {lengths.dtype}{lengths.shape}",
+                lambda t=table, n=lengths: sandbox.attention_paged(*arrays(Q4, pages, pages), t, n),
+            )
+    for shape in ((2, 4, 16), (2, 4, 1, 16), (3, 4, 1, 16), (2, 3, 1, 16), (2, 4, 1, 8)):
+        yield (
+            f"paged {shape}",
+            lambda shape=shape: sandbox.attention_paged(
+                *arrays(shape, pages, pages), np.zeros((2, 3), np.int32), int32(4, 40)
+            ),
+        )
+    for changed, other in (
+        (0, arrays(Q4)[0]), (0, np.zeros(Q4, F32)), (0, np.zeros((2, 4, 8, 16), np.float16)),
+        (4, np.zeros(K2, np.float16)),
+        (5, np.zeros((2, 4, 9), np.float16)), (5, np.zeros((2, 4, 10), F32)), (1, arrays(K2)[0]),
+    ):  # fmt: skip
+        given = [*arrays(Q4, Q4, K2, K2, Q4), np.zeros((2, 4, 9), F32)]
+        given[changed] = other
+        yield f"backward {changed} {other.dtype}{other.shape}", lambda given=given: sandbox.attention_backward(*given)
+
+
+def test_stored_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, tile and problem of each call, or its error; nothing is compiled."""
+
+    def prepare(kernel: Any, tile: Any, problem: Any, tensors: Any, device: Any, *rest: Any) -> None:
+        raise Chosen(f"{kernel.name} {tile} {problem.as_json()} {sorted(tensors)}")
+
+    monkeypatch.setattr(plan.pipeline, "prepare", prepare)
+    lines = []
+    for name, call in calls():
+        try:
+            call()
+        except Chosen as chosen:
+            lines.append(f"{name}: {chosen}")
+        except Exception as error:
+            lines.append(f"{name}: {type(error).__name__}: {error}".partition(": the kernels are")[0][:400])
+        else:
+            lines.append(f"{name}: no launch")
+    check_stored("calls.txt", (line.replace("\n", " ") for line in lines))
