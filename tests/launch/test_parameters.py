@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import random
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from project import in_project, new_kernel
+from project import check_stored, drawn_problem, in_project, is_stored, new_kernel
 
 from sandbox.core import registry
-from sandbox.core.errors import DriverError, SpecError
+from sandbox.core.errors import DriverError, SpecError, UnsupportedProblem
 from sandbox.core.kernel import Kernel
-from sandbox.core.options import macros
+from sandbox.core.options import macros, score_tensors
 from sandbox.engine import pipeline
-from sandbox.launch import parameters
+from sandbox.launch import arguments, parameters
+from sandbox.launch.arguments import ARGUMENTS
+from sandbox.launch.array_view import dense_strides
 from sandbox.launch.dlpack import HOST
+from sandbox.profile.work import work_of
 from sandbox.spec import Problem
 from sandbox.toolchain import nvrtc
 from sandbox.toolchain.nvrtc import Parameter
@@ -190,3 +197,61 @@ def test_a_launch_beyond_the_bounds_fails_on_the_cpu(run_cuda, device) -> None:
     with pytest.raises(error, match=message):
         run_cuda(text, "k", out, block=64)
     assert out.sum() == 32
+
+
+# ---- values
+
+
+class Placed(NamedTuple):
+    """A tensor without memory."""
+
+    pointer: int
+    strides: tuple[int, ...]
+
+
+def placed(problem: Problem, names: Iterable[str]) -> dict[str, Placed]:
+    """The tensors of a problem at made-up addresses; those with four dimensions as (B, S, H, D), with gaps."""
+    found = {}
+    for n, name in enumerate(sorted(names), 1):
+        of_keys, width = name in ("K", "V", "dK", "dV"), problem.Dv if name in ("V", "O", "dO", "dV") else problem.D
+        _, heads, rows = problem.key_shape if of_keys else (problem.batches, problem.H, problem.rows[0])
+        step = -(-width // 16) * 16 + 16
+        strides = (rows * heads * step, step, heads * step, 1)
+        if name == "bias":
+            strides = dense_strides(problem.bias)
+        elif name == "mask":
+            strides = dense_strides(problem.mask)
+        found[name] = Placed(n << 20, strides if name in VIEWS or name in ("bias", "mask") else (1,) * 4)
+    return found
+
+
+VIEWS = ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, k in registry.kernels().items() if not k.custom and is_stored(f"arguments/{n}.txt")]
+)
+def test_stored_arguments(name: str) -> None:
+    """The bytes of all arguments, and the bytes that each entry reads and writes by the IO model, for random problems
+    that the kernel supports; the arguments of some as text."""
+    kernel, draw, lines = registry.get(name), random.Random(name), []
+    for _ in range(400):
+        problem = kernel.adapted(drawn_problem(draw, kernel.dtypes))
+        if kernel.why_unsupported(problem) or problem.Sq > 4097 or (problem.score and problem.score.tensors):
+            continue
+        tile = draw.choice(kernel.tiles)
+        given = {"dbias": problem.bias, "dsink": problem.sink}
+        for entry in kernel.entries:
+            if not all(given.get(arg, True) for arg in entry.args):
+                continue
+            wanted = {row.tensor for arg in entry.args if (row := ARGUMENTS.get(arg)) and row.tensor}
+            wanted |= {tensor.name for tensor in score_tensors(problem)} if "score" in entry.args else set()
+            tensors = placed(problem, wanted - {"dLSE"})
+            try:
+                values = arguments.ArgumentBlock(entry, problem, tile, tensors).values
+                shown = ", ".join(f"{arg} {bytes(value).hex()}" for arg, value in zip(entry.args, values, strict=True))
+            except UnsupportedProblem as error:
+                shown = str(error)
+            lines.append(f"{entry.name} {problem} {tile}: {shown} {work_of(entry, problem, tile)}")
+    rest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    check_stored(f"arguments/{name}.txt", [*(line[:1500] for line in lines[:3]), f"{len(lines)} in all: {rest}"])

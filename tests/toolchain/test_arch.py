@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from project import check_stored
 
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.toolchain import arch
@@ -82,3 +85,24 @@ HOPPER, AMPERE_GAMER, TURING = (9, 0), (8, 6), (7, 5)
 )
 def test_occupancy(where: tuple[int, int], threads: int, registers: int, smem: int, expected: Occupancy) -> None:
     assert occupancy(where, threads, registers, smem) == expected
+
+
+def test_stored_occupancy() -> None:
+    """Of every architecture, at and beside the limits."""
+    lines = []
+    for where in arch._LIMITS:
+        limits = arch.limits(where)
+        lines.append(f"{where} {arch.name_of(where)} {limits}")
+        for threads, registers in itertools.product((1, 33, 128, 1024), (0, 33, 168, 255)):
+            found = occupancy(where, threads, registers, 100)
+            lines.append(f"{threads} {registers}: {found.blocks_per_sm} {found.fraction:.4g} {found.limiter}")
+        sizes = {
+            limits.smem_per_block,
+            limits.smem_per_sm // 2,
+            limits.smem_per_sm // 3 // 128 * 128 - KIB,
+            0,
+            48 * KIB,
+        }
+        for smem in sorted(size + more for size in sizes for more in (0, 1, -128, 128) if size + more >= 0):
+            lines.append(f"{smem} bytes: {occupancy(where, 64, 24, smem)}")
+    check_stored("occupancy.txt", lines)
