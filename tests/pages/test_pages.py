@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from project import check_stored
 
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Timing
@@ -106,6 +107,37 @@ def every_page(versions: tuple[Code, Code]) -> dict[str, str]:
         "tracks": timeline_page.page(timeline()),
         "check": reports.check(results),
     }
+
+
+def test_stored_pages(versions: tuple[Code, Code], tmp_path: Path) -> None:
+    """Their whole text, without the styles and scripts that are files."""
+    old, new = versions
+    spilled = dataclasses.replace(new, resources=Resources(44, 0, 0, 8, 4), instructions=new.instructions * 3)
+    more = {
+        "samples": disassembly_page.page([new], samples={16: 30, 32: 50, 64: 7}),
+        "three": disassembly_page.page([old, new]),
+        "spilled": disassembly_page.page([spilled]),
+        "order": timeline_page.page(dataclasses.replace(timeline(), rate=None, unit="marks", seconds=None, same=False)),
+        "one": history.page("own", past()[:1]),
+        "bench": reports.bench([row.as_json() for row in bench_rows()], "sdpa"),
+    }
+    lines = []
+    for name, page in {**every_page(versions), **more}.items():
+        text = re.sub(r"<(style|script)>.*?</\1>|base64,[^\"]*", "", page, flags=re.DOTALL)
+        lines += [
+            f"---- {name}",
+            *(line.strip() for line in text.replace(str(tmp_path), "…").splitlines() if line.strip()),
+        ]
+    check_stored("pages.txt", lines)
+
+
+def bench_rows() -> list[Row]:
+    setting = {"device": "a GPU", "mode": "events", "commit": "c", "ceiling_tflops": 700.0}
+    timing = Timing(1e-5, 0.9e-5, 1.2e-5, 20, 0.01)
+    return [
+        Row(name, name if name == "own" else "", PROBLEM, True, timing=timing, setting=setting)
+        for name in ("own", "sdpa")
+    ]
 
 
 def test_pages_are_self_contained(versions: tuple[Code, Code]) -> None:
