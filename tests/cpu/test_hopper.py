@@ -5,7 +5,6 @@ backends, error reports on the CPU backend only.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -642,7 +641,8 @@ def test_a_map_follows_its_tensor(encode, device: Device) -> None:
     kernel, problem = get("fwd_wgmma"), Problem(2, 3, 40, 50, 64, dtype="float16")
     arrays = {name: np.zeros((2, 3, S, 64), np.float16) for name, S in (("Q", 40), ("K", 50), ("V", 50), ("O", 40))}
     views = {name: view(array) for name, array in {**arrays, "LSE": np.zeros((2, 3, 40), np.float32)}.items()}
-    views = {name: dataclasses.replace(x, pointer=0x7000 + 0x1000 * i) for i, (name, x) in enumerate(views.items())}
+    for i, each in enumerate(views.values()):
+        each.pointer = 0x7000 + 0x1000 * i
     made: list[int] = []
 
     def counted(address: int, box: Box, dtype: str) -> None:
