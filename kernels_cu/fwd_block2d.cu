@@ -47,7 +47,7 @@ static_assert(BLOCK_N % V_ROWS == 0 && V_ROWS % THREADS_Y == 0 && V_ROWS % 4 == 
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM)
     View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
     View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,             // (B, H, Sq), contiguous

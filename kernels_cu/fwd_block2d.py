@@ -37,6 +37,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    float8_keys=True,
     summary="a 2-D thread block per tile; each thread has a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),

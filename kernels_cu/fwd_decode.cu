@@ -23,34 +23,31 @@
 // the address of its i-th key. Rescaling is deferred as in fwd_mma. The tensor cores are mostly idle: Q stays in shared
 // memory to save registers.
 //
-// float8: a tile of the same size in bytes has twice as many keys. S is an 8-bit MMA. V is converted to fp16 after the
-// load from shared memory, so that P needs to be rounded to fp16 only.
+// float8: a tile of the same size in bytes has twice as many keys (mma_operands.cuh).
 //
 // Measurements: experiments/020_decode.
-#include "mma_smem.cuh"
+#include "mma_operands.cuh"
 #include "non_finite.cuh"
 #include "softmax_mma.cuh"
 #include "combine.cuh"
 #include "cluster.cuh"
-#if FLOAT8
-#include "fp8.cuh"
-#endif
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / 16;
-constexpr int ELEMENT_BYTES = sizeof(dtype);                      // of Q, K and V
-constexpr int CHUNK = 16 / ELEMENT_BYTES;                         // elements per 16 bytes
+constexpr int KEY_BYTES = sizeof(dtype_k);                        // per element of K and V
+constexpr int CHUNK = 16 / KEY_BYTES, Q_CHUNK = 16 / sizeof(dtype);  // elements per 16 bytes
 constexpr int STEP_D = 2 * CHUNK;                                 // columns per MMA step of S, and per fragment of V
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;  // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
-using Tile = SwizzledRows<D_PAD * ELEMENT_BYTES / 2>;  // rows of Q and K; float8: of pairs
-using VTile = SwizzledRows<DV_PAD * ELEMENT_BYTES / 2>;
-using QKOffsets = FragmentOffsets<D_PAD * ELEMENT_BYTES / 2>;
-using VOffsets = FragmentOffsets<DV_PAD * ELEMENT_BYTES / 2>;
-constexpr unsigned K_BYTES = BLOCK_N * Tile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
+constexpr int Q_COLUMNS = D_PAD * sizeof(dtype) / 2, K_COLUMNS = D_PAD * KEY_BYTES / 2,
+              V_COLUMNS = DV_PAD * KEY_BYTES / 2;  // of 16 bits
+using QTile = SwizzledRows<Q_COLUMNS>;
+using KTile = SwizzledRows<K_COLUMNS>;
+using VTile = SwizzledRows<V_COLUMNS>;
+constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr unsigned O_PITCH = DV_PAD + 8, O_BYTES = BLOCK_M * O_PITCH * 4;  // padded: four rows are in different banks
 constexpr unsigned STAGES_BYTES = STAGES * STAGE, RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
-constexpr unsigned SUMS_AT = BLOCK_M * Tile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8,
+constexpr unsigned SUMS_AT = BLOCK_M * QTile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8,
                    DSMEM_AT = RINGS_AT + WARPS * RING;
 // Groups of four columns of O that a block of a cluster combines.
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
@@ -62,35 +59,6 @@ static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
 #include "decode_epilogue.cuh"  // uses the constants above
-
-// The MMA of S; conversion of P to an operand; O += P V for a fragment of V, 16 keys and STEP_D columns. float8: V is
-// converted to fp16, which is exact, and P is rounded to fp16; an accumulator of O has the even columns of 16, the next
-// one the odd columns.
-#if FLOAT8
-struct MmaQK {
-    __device__ __forceinline__ void operator()(float (&S)[4], const unsigned (&Q)[4], unsigned k0, unsigned k1) const {
-        mma_m16n8k32<dtype>(S, Q, k0, k1);
-    }
-};
-__device__ __forceinline__ unsigned pack_P(float low, float high) { return pack_halves(low, high); }
-__device__ __forceinline__ void mma_PV(float (*O)[4], const unsigned (&P)[4], const unsigned (&V)[4]) {
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-        unsigned even[2], odd[2];
-        columns_as_halves<dtype_v>(V[2 * block], even[0], odd[0]);
-        columns_as_halves<dtype_v>(V[2 * block + 1], even[1], odd[1]);
-        mma_m16n8k16(O[2 * block], P, even[0], even[1]);
-        mma_m16n8k16(O[2 * block + 1], P, odd[0], odd[1]);
-    }
-}
-#else
-using MmaQK = Mma16Bit;
-__device__ __forceinline__ unsigned pack_P(float low, float high) { return pack(low, high); }
-__device__ __forceinline__ void mma_PV(float (*O)[4], const unsigned (&P)[4], const unsigned (&V)[4]) {
-    mma_m16n8k16(O[0], P, V[0], V[1]);
-    mma_m16n8k16(O[1], P, V[2], V[3]);
-}
-#endif
 
 // Issues cp.async for a tile of BLOCK_N rows of K or V with the lanes of a warp; rows >= valid_rows are filled with
 // zeros. Fewer instructions than cp_async_tile: the instruction cache misses of a new block delay its first loads.
@@ -124,11 +92,11 @@ __device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<con
     }
 }
 
-using LaneOffsets = ForwardOffsets<QKOffsets, VOffsets>;
+using LaneOffsets = ForwardOffsets<QOffsets<Q_COLUMNS>, FragmentOffsets<K_COLUMNS>, FragmentOffsets<V_COLUMNS>>;
 
 // A warp's pipeline of STAGES stages of K and V.
 struct KeyPipeline {
-    const View<const dtype>& K;
+    const View<const dtype_k>& K;
     const View<const dtype_v>& V;
     const SeqlenInfo& seqlen;
     const int kv_head, end;  // end: of the block's key tiles
@@ -137,7 +105,7 @@ struct KeyPipeline {
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
     KeyAddress next = {};              // of the next tile to load, or of this lane's key of it
 
-    __device__ __forceinline__ KeyPipeline(const View<const dtype>& K, const View<const dtype_v>& V,
+    __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V,
                                            const SeqlenInfo& seqlen, int kv_head, int end, unsigned lane,
                                            SmemAddr stages)
         : K(K), V(V), seqlen(seqlen), kv_head(kv_head), end(end), lane(lane), stages(stages),
@@ -159,7 +127,7 @@ struct KeyPipeline {
     __device__ __forceinline__ void load(int j) {
         if (j < end) {
             const int valid_rows = seqlen.Sk - j * BLOCK_N;
-            load_tile<Tile, HEAD_DIM>(write_stage, K, valid_rows);
+            load_tile<KTile, HEAD_DIM>(write_stage, K, valid_rows);
             load_tile<VTile, HEAD_DIM_V>(write_stage + K_BYTES, V, valid_rows);
         }
         cp_async_commit();
@@ -172,11 +140,11 @@ struct KeyPipeline {
 __device__ __forceinline__ void load_Q(SmemAddr Q_smem, const View<const dtype>& Q, const SeqlenInfo& seqlen,
                                        int kv_head, int group, int row0, int rows_end) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(Tile::CHUNKS); i += THREADS) {
-        const int r = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
-        const bool there = row0 + r < rows_end && chunk * CHUNK < HEAD_DIM;
+    for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(QTile::CHUNKS); i += THREADS) {
+        const int r = i / QTile::CHUNKS, chunk = i % QTile::CHUNKS;
+        const bool there = row0 + r < rows_end && chunk * Q_CHUNK < HEAD_DIM;
         const PackedRow row(there ? row0 + r : row0, kv_head, group);
-        cp_async_16(Q_smem + Tile::at(r, chunk), seqlen.query(Q, row.h, row.i) + (there ? chunk * CHUNK : 0), there);
+        cp_async_16(Q_smem + QTile::at(r, chunk), seqlen.query(Q, row.h, row.i) + (there ? chunk * Q_CHUNK : 0), there);
     }
     cp_async_commit();
 }
@@ -226,9 +194,9 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     float S[M_TILES][BLOCK_N / 8][4] = {};
 #pragma unroll
     for (int step = 0; step < D_PAD / STEP_D; ++step) {
-        unsigned Q[M_TILES][4];
+        unsigned Q[M_TILES][Q_REGISTERS];
 #pragma unroll
-        for (int mt = 0; mt < M_TILES; ++mt) ldmatrix_x4(Q[mt], Q_smem + offsets.Q(16 * mt, step));
+        for (int mt = 0; mt < M_TILES; ++mt) offsets.Q.load(Q[mt], Q_smem, 16 * mt, step);
         mma_ABt_step(S, Q, stage, 0, step, offsets.K, MmaQK());
     }
     unsigned P[M_TILES][BLOCK_N / 16][4];
@@ -240,15 +208,15 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
             unsigned V[4];
             ldmatrix_x4_trans(V, stage + K_BYTES + offsets.V(16 * step, dt));
 #pragma unroll
-            for (int mt = 0; mt < M_TILES; ++mt) mma_PV(&state.O[mt][STEP_D / 8 * dt], P[mt][step], V);
+            for (int mt = 0; mt < M_TILES; ++mt) MmaPV()(&state.O[mt][STEP_D / 8 * dt], P[mt][step], V);
         }
     }
 }
 
 // Windows with a left bound and float8 spill 4 bytes with ptxas's own register limit: one block per SM raises it.
-extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8 ? 1 : 0) void fwd_decode(
+extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8_KEYS ? 1 : 0) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
+    const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
     const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
     const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                     // (B, H, Sq), contiguous

@@ -13,8 +13,8 @@ MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 
 def row_bytes(p: Problem) -> tuple[int, int]:
-    """Bytes per row of K (and Q), and of V, padded to MMA steps of 32 bytes."""
-    return cdiv(p.D * p.itemsize, 32) * 32, cdiv(p.Dv * p.itemsize, 32) * 32
+    """Bytes per row of K and of V, padded to MMA steps of 32 bytes."""
+    return cdiv(p.D * p.key_itemsize, 32) * 32, cdiv(p.Dv * p.key_itemsize, 32) * 32
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -22,7 +22,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
     dsmem = t.CLUSTER * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8) if t.CLUSTER > 1 else 0
-    return t.BLOCK_M * K + t.WARPS * (8 * t.BLOCK_M + max(stages, 4 * t.BLOCK_M * (V // p.itemsize + 8))) + dsmem
+    Q, O_smem = t.BLOCK_M * K * p.itemsize // p.key_itemsize, 4 * t.BLOCK_M * (V // p.key_itemsize + 8)
+    return Q + t.WARPS * (8 * t.BLOCK_M + max(stages, O_smem)) + dsmem
 
 
 def row_tiles(p: Problem, t: Tile) -> int:
@@ -88,7 +89,7 @@ def first_for(p: Problem) -> bool:
     pages, those with few rows per sequence on average (not measured)."""
     if p.ragged:
         return bool(p.page_size) and p.rows[0] * p.group <= 64 * p.B
-    rows, max_rows = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8 else 64
+    rows, max_rows = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8_keys else 64
     few_rows, few_tiles = p.Sq <= 32 and rows <= max_rows, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
     return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.block_map[3]
 
@@ -104,7 +105,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, key tiles within a page, registers of S and O, clusters."""
-    width = row_bytes(p)[1] // p.itemsize + t.BLOCK_N
+    width = row_bytes(p)[1] // p.key_itemsize + t.BLOCK_N
     rules = (
         (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
@@ -133,7 +134,7 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     cluster if there are three waves or more, then with fewer bytes in flight per warp.
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
-    if sum(row_bytes(p)) != 512 or p.float8 or p.ragged:
+    if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
         return default
     if p.key_lengths:
         return (4, 4, 32) if 2 * tiles >= 0.75 * SMS and p.Sk <= MAX_CLUSTER_KEYS else default
@@ -146,7 +147,7 @@ def rank(p: Problem, t: Tile) -> int:
     """Tiles that were timed with the options first; of these, fewest row tiles; then the preferred WARPS, CLUSTER and
     bytes in flight; then the smallest BLOCK_M."""
     *warps, in_flight = preferred(p, t)
-    penalty = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (in_flight != (t.STAGES - 1) * t.BLOCK_N * p.itemsize)
+    penalty = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (in_flight != (t.STAGES - 1) * t.BLOCK_N * p.key_itemsize)
     return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(p.Sq * p.group, t.BLOCK_M) + penalty + t.BLOCK_M
 
 
@@ -158,7 +159,7 @@ def was_timed(p: Problem, t: Tile) -> bool:
         t.BLOCK_M > 16 and (p.dropout or hides),
         t.BLOCK_M > 16 and p.ragged and p.page_size,
         t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
-        t.BLOCK_M > 16 and p.float8 and p.D > 128 and p.Dv != p.D,
+        t.BLOCK_M > 16 and p.float8_keys and p.D > 128 and p.Dv != p.D,
         t.BLOCK_N > 16 and (p.mask or p.Dv > 128),
         t.CLUSTER > 1 and hides and p.Dv < 128,
     )
@@ -172,6 +173,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    float8_keys=True,
     summary="decoding: packed GQA, split-KV, paged keys; memory-bound",
     dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),

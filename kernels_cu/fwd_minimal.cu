@@ -15,7 +15,7 @@ static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (BLOCK_M + BLOCK_N),
 
 extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
     View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
-    View<const dtype> K,    // (B, Hk, Sk, HEAD_DIM)
+    View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM)
     View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
     View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,             // (B, H, Sq), contiguous

@@ -9,6 +9,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    float8_keys=True,
     summary="one thread per query row, K and V tiles in shared memory",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),

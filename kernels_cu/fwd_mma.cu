@@ -16,21 +16,26 @@
 // Tiles are swizzled (include/mma_smem.cuh), and rescaling is deferred (include/softmax_mma.cuh). Tiles that are fully
 // visible to all rows of the block are computed by a loop without masking.
 #define TIMELINE_BRANCH 1  // timeline marks cost 3% instead of 7 … 9% of the time at D = 128 (experiments/018_timeline)
-#include "mma_smem.cuh"
+#include "mma_operands.cuh"
 #include "non_finite.cuh"
 #include "softmax_mma.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS), WARP_ROWS = 16 * M_TILES;
-constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // columns >= HEAD_DIM are zeros
-using Tile = SwizzledRows<D_PAD>;                                                       // rows of Q and K
-using VTile = SwizzledRows<DV_PAD>;                                                     // rows of V and O
+constexpr int STEP_D = 32 / sizeof(dtype_k);  // columns per MMA step of S, and per fragment of V
+constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;  // columns >= HEAD_DIM are zeros
+constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
+constexpr int K_COLUMNS = D_PAD * sizeof(dtype_k) / 2, V_COLUMNS = DV_PAD * sizeof(dtype_v) / 2;  // of 16 bits
+using QTile = SwizzledRows<D_PAD>;
+using KTile = SwizzledRows<K_COLUMNS>;
+using VTile = SwizzledRows<V_COLUMNS>;
+using OTile = SwizzledRows<DV_PAD>;
 // D = 96 and 128: the loads of the next tile are interleaved with the MMAs of Q K^T, and ldmatrix offsets take fewer
 // registers: 6% and 3% faster. D = 64 is 2% slower, D = 256 equal.
 // The interleaved loads of a tile have one stride: the tile must be in one page.
 constexpr bool INTERLEAVE_LOADS =
     M_TILES == 2 && (D_PAD == 96 || D_PAD == 128) && DV_PAD == D_PAD && PAGE_SIZE % BLOCK_N == 0;
-constexpr int QK_STEPS = BLOCK_N / SUB_N * (D_PAD / 16);  // MMA steps of Q K^T per tile
+constexpr int QK_STEPS = BLOCK_N / SUB_N * (D_PAD / STEP_D);  // MMA steps of Q K^T per tile
 // Large tiles would spill if they were unrolled: their steps of SUB_N keys are a loop. 128 × 64 keys at D = 256 in
 // steps of 16 are 4 … 7% faster than 64 × 32 unrolled.
 constexpr bool LOOP_STEPS = BLOCK_N * D_PAD > 8192;
@@ -40,11 +45,12 @@ constexpr bool COMPACT_OFFSETS = INTERLEAVE_LOADS && !(D_PAD == 128 && SUB_N == 
 #else
 constexpr bool COMPACT_OFFSETS = INTERLEAVE_LOADS;
 #endif
-using QKOffsets = FragmentOffsets<D_PAD, COMPACT_OFFSETS>;
-using VOffsets = FragmentOffsets<DV_PAD, COMPACT_OFFSETS>;
-constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW;  // bytes
-constexpr unsigned Q_ROW = ROW > V_ROW ? ROW : V_ROW;    // bytes per row of the memory that Q and O share
-constexpr unsigned K_BYTES = BLOCK_N * ROW, STAGES_AT = BLOCK_M * Q_ROW, STAGE = K_BYTES + BLOCK_N * V_ROW;
+using LaneOffsets = ForwardOffsets<QOffsets<D_PAD, COMPACT_OFFSETS>, FragmentOffsets<K_COLUMNS, COMPACT_OFFSETS>,
+                                   FragmentOffsets<V_COLUMNS, COMPACT_OFFSETS>>;
+constexpr unsigned Q_ROW = QTile::ROW, O_ROW = OTile::ROW;  // bytes
+constexpr unsigned QO_ROW = Q_ROW > O_ROW ? Q_ROW : O_ROW;  // of the memory that Q and O share
+constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGES_AT = BLOCK_M * QO_ROW;
+constexpr unsigned STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 // Q stays in registers if Q, O and S do not spill. The limits were found by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int MAX_REGISTERS = 180;
@@ -56,22 +62,24 @@ constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <
 static_assert(BLOCK_M == WARPS * WARP_ROWS && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0,
               "a tile consists of whole MMA steps");
 static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE, "spec and kernel disagree on shared memory");
-static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
+static_assert(HEAD_DIM % (STEP_D / 2) == 0 && HEAD_DIM_V % (STEP_D / 2) == 0, "rows are copied in 16-byte chunks");
 
 // The block's key tiles, and their loads by cp.async into two stages.
 struct KeyTiles {
-    const View<const dtype>&K, &V;
+    const View<const dtype_k>& K;
+    const View<const dtype_v>& V;
     const Head& head;
-    const KeyRows<const dtype> K_rows, V_rows;
+    const KeyRows<const dtype_k> K_rows;
+    const KeyRows<const dtype_v> V_rows;
     char* stages;
     int m0, begin, end;                          // first query row of the block; its key tiles are begin .. end - 1
     int fully_visible_begin, fully_visible_end;  // key tiles without hidden scores, unless a block map has some
     int stage_count = 0;                         // tiles so far: selects the stage if a block map makes j skip tiles
     int next = 0;                                // the tile that load_next_part loads, by these copies
-    TileCopies<BLOCK_N, D_PAD, THREADS> K_copies;
-    TileCopies<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V> V_copies;
+    TileCopies<BLOCK_N, K_COLUMNS, THREADS, HEAD_DIM, dtype_k> K_copies;
+    TileCopies<BLOCK_N, V_COLUMNS, THREADS, HEAD_DIM_V, dtype_v> V_copies;
 
-    __device__ __forceinline__ KeyTiles(const View<const dtype>& K, const View<const dtype>& V, const Head& head,
+    __device__ __forceinline__ KeyTiles(const View<const dtype_k>& K, const View<const dtype_v>& V, const Head& head,
                                         int kv_head, int m0, char* stages)
         : K(K), V(V), head(head), K_rows(head.rows_of_keys(K, kv_head)), V_rows(head.rows_of_keys(V, kv_head)),
           stages(stages), m0(m0) {
@@ -97,8 +105,8 @@ struct KeyTiles {
     }
     __device__ __forceinline__ void load(int j, int ahead = 0) const {
         const SmemAddr stage = smem_address(stage_of(j, ahead));
-        cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_rows, j * BLOCK_N, head.Sk);
-        cp_async_tile<BLOCK_N, DV_PAD, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_rows, j * BLOCK_N, head.Sk);
+        cp_async_tile<BLOCK_N, K_COLUMNS, THREADS>(stage, K_rows, j * BLOCK_N, head.Sk);
+        cp_async_tile<BLOCK_N, V_COLUMNS, THREADS, HEAD_DIM_V>(stage + K_BYTES, V_rows, j * BLOCK_N, head.Sk);
         cp_async_commit();
     }
     // Loads the tile after tile j.
@@ -124,10 +132,8 @@ struct KeyTiles {
 };
 
 struct Registers : WarpSoftmax<M_TILES, DV_PAD> {
-    unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / 16][4];
+    unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / STEP_D][Q_REGISTERS];
 };
-
-using LaneOffsets = ForwardOffsets<QKOffsets, VOffsets>;
 
 // A warp and its WARP_ROWS query rows. Registers and offsets are references: as members they cost up to 1% more
 // instructions.
@@ -141,9 +147,9 @@ struct ConsumerWarp {
 
     __device__ __forceinline__ void load_Q() {
 #pragma unroll
-        for (int i = 0; i < M_TILES * D_PAD / 16; ++i) {
-            const int mt = i / (D_PAD / 16), step = i % (D_PAD / 16);
-            ldmatrix_x4(state.Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem + offsets.Q(16 * mt, step));
+        for (int i = 0; i < M_TILES * D_PAD / STEP_D; ++i) {
+            const int mt = i / (D_PAD / STEP_D), step = i % (D_PAD / STEP_D);
+            offsets.Q.load(state.Q[Q_IN_REGISTERS ? mt : 0][step], Q_smem, 16 * mt, step);
         }
     }
 
@@ -152,16 +158,16 @@ struct ConsumerWarp {
     __device__ __forceinline__ void mma_QK(float (&S)[M_TILES][KEYS / 8][4], SmemAddr K_smem, int n,
                                            const Call& load_part) const {
 #pragma unroll
-        for (int step = 0; step < D_PAD / 16; ++step) {
+        for (int step = 0; step < D_PAD / STEP_D; ++step) {
             load_part(step);
-            unsigned Q[M_TILES][4];
+            unsigned Q[M_TILES][Q_REGISTERS];
 #pragma unroll
             for (int mt = 0; mt < M_TILES; ++mt) {
-                if (!Q_IN_REGISTERS) ldmatrix_x4(Q[mt], Q_smem + offsets.Q(16 * mt, step));
+                if (!Q_IN_REGISTERS) offsets.Q.load(Q[mt], Q_smem, 16 * mt, step);
                 else
-                    for (int i = 0; i < 4; ++i) Q[mt][i] = state.Q[Q_IN_REGISTERS ? mt : 0][step][i];
+                    for (int i = 0; i < Q_REGISTERS; ++i) Q[mt][i] = state.Q[Q_IN_REGISTERS ? mt : 0][step][i];
             }
-            mma_ABt_step(S, Q, K_smem, n, step, offsets.K);
+            mma_ABt_step(S, Q, K_smem, n, step, offsets.K, MmaQK());
         }
     }
 
@@ -189,7 +195,7 @@ struct ConsumerWarp {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 state.exponentiate(mt, half, S[mt], exponent, [&](int nt, float p0, float p1) {
-                    P[nt / 2][mt][nt % 2 * 2 + half] = pack(p0, p1);
+                    P[nt / 2][mt][nt % 2 * 2 + half] = pack_P(p0, p1);
                 });
             Head::Kept kept[KEYS / 16];
             head.keep_along_queries(kept, row0 + 16 * mt, n0);
@@ -215,7 +221,7 @@ struct ConsumerWarp {
             float S[M_TILES][KEYS / 8][4] = {};
             TIMELINE(QK);
             mma_QK<KEYS>(S, K_smem, n, [&](int step) {
-                if (!MASKED) load_part(n / KEYS * (D_PAD / 16) + step);
+                if (!MASKED) load_part(n / KEYS * (D_PAD / STEP_D) + step);
             });
             TIMELINE(softmax);
             unsigned P[KEYS / 16][M_TILES][4];
@@ -223,7 +229,7 @@ struct ConsumerWarp {
             TIMELINE(PV);
 #pragma unroll
             for (int step = 0; step < KEYS / 16; ++step)
-                mma_AB_step(state.O, P[step], V_smem, n + 16 * step, offsets.V);
+                mma_AB_step(state.O, P[step], V_smem, n + 16 * step, offsets.V, MmaPV());
         }
     }
 
@@ -269,8 +275,10 @@ struct ConsumerWarp {
                 const int row = 16 * mt + 8 * half + g;
 #pragma unroll
                 for (int nt = 0; nt < DV_PAD / 8; ++nt) {
-                    const float low = state.O[mt][nt][2 * half], high = state.O[mt][nt][2 * half + 1];
-                    *reinterpret_cast<unsigned*>(O_warp + VTile::at(row, nt) + 4 * q) =
+                    const OutputPair at(nt, q);
+                    const float low = state.O[mt][at.low][2 * half + at.low_element],
+                                high = state.O[mt][at.high][2 * half + at.high_element];
+                    *reinterpret_cast<unsigned*>(O_warp + OTile::at(row, at.chunk) + at.byte) =
                         pack(low * final_row.inverse, high * final_row.inverse);
                 }
                 if (q == 0 && row0 + row < head.Sq) LSE[head.lse_offset(gridDim.y, h) + row0 + row] = final_row.lse;
@@ -281,8 +289,8 @@ struct ConsumerWarp {
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
-    const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
+    const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM)
+    const __grid_constant__ View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
     const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     int group,                                    // H / Hk
@@ -296,7 +304,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     const int b = tile.b, m0 = tile.row0;
     const Head head(score, b, h);
     KeyTiles tiles(K, V, head, h / group, m0, smem + STAGES_AT);
-    char* const Q_warp = smem + warp * WARP_ROWS * ROW;
+    char* const Q_warp = smem + warp * WARP_ROWS * Q_ROW;
     const int row0 = m0 + warp * WARP_ROWS;
     const LaneOffsets offsets(lane);
     Registers state;
@@ -312,17 +320,17 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);
-    if (V_ROW > ROW) __syncthreads();  // every warp has read Q before rows of O, which are wider, overwrite it
+    if (O_ROW > Q_ROW) __syncthreads();  // every warp has read Q before rows of O, which are wider, overwrite it
     __syncwarp();                      // every lane has read the warp's own rows of Q before O overwrites them
-    char* const O_warp = V_ROW == ROW ? Q_warp : smem + warp * WARP_ROWS * V_ROW;
+    char* const O_warp = O_ROW == Q_ROW ? Q_warp : smem + warp * WARP_ROWS * O_ROW;
     consumer.stage_O_and_store_LSE(O_warp, LSE, h, lane);
     __syncwarp();  // the warp's rows of O are complete before its lanes copy them in 16-byte chunks
 #pragma unroll 4
-    for (int i = lane; i < WARP_ROWS * VTile::CHUNKS; i += 32) {
-        const int row = i / VTile::CHUNKS, chunk = i % VTile::CHUNKS;
+    for (int i = lane; i < WARP_ROWS * OTile::CHUNKS; i += 32) {
+        const int row = i / OTile::CHUNKS, chunk = i % OTile::CHUNKS;
         if (row0 + row < head.Sq && chunk * 8 < HEAD_DIM_V)
             *reinterpret_cast<uint4*>(head.query(O, h, row0 + row) + chunk * 8) =
-                *reinterpret_cast<const uint4*>(O_warp + VTile::at(row, chunk));
+                *reinterpret_cast<const uint4*>(O_warp + OTile::at(row, chunk));
     }
     TIMELINE(done);
 }

@@ -4,9 +4,10 @@ from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_as
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, whose memory O reuses, and two stages of K and V: 16-bit elements, rows padded to a multiple of 16 columns."""
-    K, V = cdiv(p.D, 16) * 16, cdiv(p.Dv, 16) * 16
-    return 2 * (max(K, V) * t.BLOCK_M + 2 * (K + V) * t.BLOCK_N)
+    """Q, whose memory O reuses, and two stages of K and V: rows of K and V are padded to a multiple of 32 bytes."""
+    step = 32 // p.key_itemsize
+    K, V = cdiv(p.D, step) * step, cdiv(p.Dv, step) * step
+    return 2 * max(K, V) * t.BLOCK_M + 2 * p.key_itemsize * (K + V) * t.BLOCK_N
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -67,6 +68,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    float8_keys=True,
     summary="tensor cores (mma.sync): two cp.async stages in swizzled shared memory, deferred rescaling",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),

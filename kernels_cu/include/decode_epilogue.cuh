@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_warp_result(const Softmax& state, float* O
             for (int nt = 0; nt < DV_PAD / 8; ++nt) {
                 const float low = state.O[mt][nt][2 * half], high = state.O[mt][nt][2 * half + 1];
                 float* const to = O_smem + row * O_PITCH;
-                if (FLOAT8) to[nt / 2 * 16 + 4 * q + nt % 2] = low, to[nt / 2 * 16 + 4 * q + nt % 2 + 2] = high;
+                if (FLOAT8_KEYS) to[nt / 2 * 16 + 4 * q + nt % 2] = low, to[nt / 2 * 16 + 4 * q + nt % 2 + 2] = high;
                 else *reinterpret_cast<float2*>(to + 8 * nt + 2 * q) = make_float2(low, high);
             }
         }
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_warp_result(const Softmax& state, float* O
 }
 
 // The non-finite fallback of the warp's results, row by row.
-__device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
+__device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q, const View<const dtype_k>& K,
                                                       const View<const dtype_v>& V, const Score& score, int b, int row0,
                                                       int kv_head, int group, int first, int end, float* O_smem,
                                                       float2* sums) {

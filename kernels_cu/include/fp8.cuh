@@ -71,6 +71,36 @@ __device__ __forceinline__ unsigned odd_column(unsigned keys, unsigned keys_8) {
     return __byte_perm(keys, keys_8, 0x7531);
 }
 
+// C += A B of halves with fp32 accumulation, whatever dtype is.
+__device__ __forceinline__ void mma_m16n8k16_halves(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Bytes 0 and 1, and bytes 2 and 3, as pairs of halves (exact).
+template <class T>
+__device__ __forceinline__ void bytes_as_halves(unsigned bytes, unsigned (&pairs)[2]) {
+    if (IS_E5M2<T>)
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+            "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
+            : "=r"(pairs[0]), "=r"(pairs[1])
+            : "r"(bytes));
+    else
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+            "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+            : "=r"(pairs[0]), "=r"(pairs[1])
+            : "r"(bytes));
+}
+__device__ __forceinline__ float2 halves_as_floats(unsigned halves) {
+    float2 x;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(x.x), "=f"(x.y)
+        : "r"(halves));
+    return x;
+}
+
 // For 16-bit products with V. pack_halves: two floats as halves, the first in the low half of the register.
 // columns_as_halves: the even and the odd column of an ldmatrix_x4_trans result as pairs of halves (exact).
 __device__ __forceinline__ unsigned pack_halves(float low, float high) {
@@ -80,17 +110,9 @@ __device__ __forceinline__ unsigned pack_halves(float low, float high) {
 }
 template <class T>
 __device__ __forceinline__ void columns_as_halves(unsigned keys, unsigned& even, unsigned& odd) {
-    const unsigned columns = __byte_perm(keys, 0, 0x3120);
-    if (IS_E5M2<T>)
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
-            "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
-            : "=r"(even), "=r"(odd)
-            : "r"(columns));
-    else
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
-            "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
-            : "=r"(even), "=r"(odd)
-            : "r"(columns));
+    unsigned pairs[2];
+    bytes_as_halves<T>(__byte_perm(keys, 0, 0x3120), pairs);
+    even = pairs[0], odd = pairs[1];
 }
 
 // Stores four adjacent elements of O, aligned to their total size.

@@ -133,12 +133,13 @@ __device__ __forceinline__ Offsets transposed_offsets(unsigned lane, unsigned ch
     return {lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2};
 }
 // Those of this lane in the forward: Q as A operand, K as transposed B operand, V as B operand.
-template <class QKOffsets, class VOffsets>
+template <class QOffsets, class KOffsets, class VOffsets>
 struct ForwardOffsets {
-    QKOffsets Q, K;
+    QOffsets Q;
+    KOffsets K;
     VOffsets V;
     __device__ __forceinline__ explicit ForwardOffsets(unsigned lane)
-        : Q(row_offsets<QKOffsets>(lane)), K(transposed_offsets<QKOffsets>(lane)), V(row_offsets<VOffsets>(lane)) {}
+        : Q(row_offsets<QOffsets>(lane)), K(transposed_offsets<KOffsets>(lane)), V(row_offsets<VOffsets>(lane)) {}
 };
 
 // C += A B for 8 columns of B. Kernels with float8 operands pass another function.
@@ -147,11 +148,19 @@ struct Mma16Bit {
         mma_m16n8k16(c, a, b0, b1);
     }
 };
+// The same for the COLUMNS columns of an ldmatrix_x4_trans result.
+struct MmaRows16Bit {
+    static constexpr int COLUMNS = 16;
+    __device__ __forceinline__ void operator()(float (*c)[4], const unsigned (&a)[4], const unsigned (&b)[4]) const {
+        mma_m16n8k16(c[0], a, b[0], b[1]);
+        mma_m16n8k16(c[1], a, b[2], b[3]);
+    }
+};
 
 // C += A B^T, one MMA step: fragments A of 16 rows each, and 8 * N_TILES rows of B_tile from `row` on. `step`: columns
 // of B_tile.
-template <int M_TILES, int N_TILES, class Offsets, class Mma = Mma16Bit>
-__device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4],
+template <int M_TILES, int N_TILES, int REGISTERS, class Offsets, class Mma = Mma16Bit>
+__device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][REGISTERS],
                                              SmemAddr B_tile, int row, int step, const Offsets& transposed_offsets,
                                              const Mma& mma = Mma()) {
 #pragma unroll
@@ -167,17 +176,15 @@ __device__ __forceinline__ void mma_ABt_step(float (&C)[M_TILES][N_TILES][4], co
 }
 
 // C += A B, one MMA step: fragments A of 16 rows each, and 16 rows of B_tile from `row` on, with 8 * N_TILES columns.
-template <int M_TILES, int N_TILES, class Offsets>
+template <int M_TILES, int N_TILES, class Offsets, class Mma = MmaRows16Bit>
 __device__ __forceinline__ void mma_AB_step(float (&C)[M_TILES][N_TILES][4], const unsigned (&A)[M_TILES][4],
-                                            SmemAddr B_tile, int row, const Offsets& row_offsets) {
+                                            SmemAddr B_tile, int row, const Offsets& row_offsets,
+                                            const Mma& mma = Mma()) {
 #pragma unroll
-    for (int dt = 0; dt < N_TILES / 2; ++dt) {
+    for (int dt = 0; dt < 8 * N_TILES / Mma::COLUMNS; ++dt) {
         unsigned B[4];
         ldmatrix_x4_trans(B, B_tile + row_offsets(row, dt));
 #pragma unroll
-        for (int mt = 0; mt < M_TILES; ++mt) {
-            mma_m16n8k16(C[mt][2 * dt], A[mt], B[0], B[1]);
-            mma_m16n8k16(C[mt][2 * dt + 1], A[mt], B[2], B[3]);
-        }
+        for (int mt = 0; mt < M_TILES; ++mt) mma(&C[mt][dt * Mma::COLUMNS / 8], A[mt], B);
     }
 }

@@ -37,7 +37,7 @@ constexpr int OWNED_COLS = (HEAD_DIM + 31) / 32, OWNED_COLS_V = (HEAD_DIM_V + 31
 // O and LSE of query rows m0 .. m0 + ROWS - 1 of head h of H and batch entry b, computed by WARPS_ warps; `warp` is
 // this warp's index.
 template <int ROWS, int WARPS_>
-__device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
+__device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, const View<const dtype_k>& K,
                                                   const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE,
                                                   int group, const Score& score, int b, int h, int H, int m0,
                                                   int warp) {

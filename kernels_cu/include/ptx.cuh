@@ -83,6 +83,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row
                  : "memory");
 }
 
+// Eight bytes of shared memory; the address is a multiple of 8.
+__device__ __forceinline__ uint2 load_shared_8(SmemAddr from) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
 // C += A B with fp32 accumulation. In float8 kernels the operands are fp16.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if defined(DTYPE_bfloat16)

@@ -13,7 +13,7 @@ struct PackedRow {
 // The non-finite fallback (non_finite.cuh) of one packed row: a warp computes its partial result again, from visible
 // keys only: those of key tiles `first`, `first` + WARPS, ... before `end`. Writes O, not divided by l; returns m and
 // l.
-__device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
+__device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q, const View<const dtype_k>& K,
                                                      const View<const dtype_v>& V, const SeqlenInfo& seqlen,
                                                      const PackedRow& row, int kv_head, int first, int end, float* O) {
     const int lane = threadIdx.x % 32;

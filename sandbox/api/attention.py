@@ -36,8 +36,9 @@ def attention_forward(
     """Exact attention by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 1). Autograd does not record it.
 
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H; float32, float16, bfloat16, or float8
-    (e4m3fn, e5m2; v may have the other of the two), which has no gradient; any strides with a unit stride in D. NumPy,
-    CuPy, PyTorch or other DLPack arrays, all of one library and on one device. Latent attention: if v is a view of the
+    (e4m3fn, e5m2; v may have the other of the two), which has no gradient; k and v may be float8 with q in float16 or
+    bfloat16. Any strides with a unit stride in D. NumPy, CuPy, PyTorch or other DLPack arrays, all of one library and
+    on one device. Latent attention: if v is a view of the
     first Dv columns of k, the data is read once, and D may be up to 576 on Hopper GPUs (forward only).
     causal: False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": j <= i.
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
@@ -54,10 +55,10 @@ def attention_forward(
     are divided by 1 - dropout. seed: determines which elements are dropped (`sandbox.reference.dropout_keep`): an int,
     or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
 
-    descale: required for float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
-    float32 array >= 0 that broadcasts to (B, heads). P is scaled so that the largest element of a row becomes the
-    largest number of v's dtype, and rounded to that dtype. out_dtype: for float8: bfloat16 (the default), float16 or
-    float32.
+    descale: required if k is float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
+    float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is scaled so that the largest element of a row
+    becomes the largest number of v's dtype, and rounded to that dtype; out_dtype: bfloat16 (the default), float16 or
+    float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
 
     kernel: a name from `python -m sandbox list`; by default the highest rung that supports the problem. tile: a Tile,
     {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..core.dtypes import FLOAT8, ITEMSIZE, default_out_dtype
+from ..core.dtypes import FLOAT8, ITEMSIZE, OF_16_BITS, default_out_dtype
 from ..core.errors import UnsupportedProblem
 from ..core.normalise import normalise_causal
 from ..core.options import ARRAYS, Sizes
@@ -30,7 +30,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
                 f"q is on {_name(q.device)} and {argument_name(name, views)} on {_name(view.device)}: copy both to one"
             )
     for name, view, shape in ((k_name, k, k_shape), (v_name, v, v_shape)):
-        if view.dtype != q.dtype and not (view is v and {q.dtype, view.dtype} <= FLOAT8.keys()):
+        if not _is_dtype_of_keys(view.dtype, q.dtype if view is k else k.dtype, of_values=view is v):
             raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert both to one dtype")
         if view.shape[0] != q.shape[0] and BLOCK_TABLE not in views:
             raise UnsupportedProblem(f"q has shape {q_shape} and {name} {shape}: B must be the same")
@@ -65,6 +65,11 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     if BLOCK_MAP in views:
         _check_map(views[BLOCK_MAP], problem)
     return problem
+
+
+def _is_dtype_of_keys(dtype: str, other: str, of_values: bool) -> bool:
+    """Whether k can have `dtype` beside queries of dtype `other`, or v beside keys of dtype `other` (`of_values`)."""
+    return dtype == other or (dtype in FLOAT8 and other in (FLOAT8 if of_values else OF_16_BITS))
 
 
 def _latent(views: Mapping[str, ArrayView]) -> bool:
@@ -136,22 +141,24 @@ def _most_keys(views: Mapping[str, ArrayView], B: int) -> int:
 
 
 def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
-    """The fields of a Problem for float8: v's and out's dtype, descale. Raises UnsupportedProblem for float8 without
-    descale, and for its gradient."""
-    dtype = views["q"].dtype
-    if dtype in FLOAT8 and not options.descale:
+    """The fields of a Problem for float8: the dtypes of k, v and out, descale. Raises UnsupportedProblem for float8
+    without descale, and for its gradient."""
+    dtype, dtype_k = views["q"].dtype, views["k"].dtype
+    name = "q" if dtype in FLOAT8 else argument_name("k", views)
+    if dtype_k in FLOAT8 and not options.descale:
         raise UnsupportedProblem(
-            f"q is {dtype}: it needs descale, the factors of q, k and v: three numbers, such as (1.0, 1.0, 1.0), or "
-            "float32 arrays of shape (B, heads)"
+            f"{name} is {dtype_k}: it needs descale, the factors of q, k and v: three numbers, such as (1.0, 1.0, "
+            "1.0), or float32 arrays of shape (B, heads)"
         )
-    if dtype in FLOAT8 and "dout" in views:
-        raise UnsupportedProblem(f"q is {dtype}: its gradient is not supported; convert q, k and v to bfloat16")
+    if dtype_k in FLOAT8 and "dout" in views:
+        raise UnsupportedProblem(f"{name} is {dtype_k}: its gradient is not supported; convert q, k and v to bfloat16")
     for name in DESCALE:
         if name in views and views[name].dtype != "float32":
             raise UnsupportedProblem(f"{argument_name(name, views)} is {views[name].dtype}: it must be float32")
     shapes = (views[name].shape if name in views else () for name in DESCALE)
     descale = tuple(s if n is None else n for n, s in zip(options.descale, shapes, strict=False))
-    return {"v_dtype": views["v"].dtype, "out_dtype": options.out_dtype or default_out_dtype(dtype), "descale": descale}
+    out_dtype = options.out_dtype or default_out_dtype(dtype)
+    return {"kv_dtype": dtype_k, "v_dtype": views["v"].dtype, "out_dtype": out_dtype, "descale": descale}
 
 
 def _check_tensor(name: str, view: ArrayView) -> None:

@@ -40,7 +40,7 @@ def kv_bytes(problem: Problem, pairs: int | None) -> int:
     """Bytes of the valid keys and values; `pairs`: visible (query, key) pairs, as in a row."""
     p = problem
     keys = p.B * p.Sk if pairs is None else pairs // (p.H * p.Sq)
-    return keys * p.Hk * (p.D if p.latent else p.D + p.Dv) * p.itemsize
+    return keys * p.Hk * (p.D if p.latent else p.D + p.Dv) * p.key_itemsize
 
 
 def make_pages(problem: Problem, k: Any, v: Any) -> Mapping[str, Any]:

@@ -25,15 +25,28 @@ def normalise_dtype(name: str, dtype: str) -> str:
     return found
 
 
-def normalise(dtype: str, v_dtype: str, out_dtype: str) -> dict[str, str]:
-    """The three fields of a Problem. Raises SpecError for what no kernel takes."""
+def normalise(dtype: str, kv_dtype: str, v_dtype: str, out_dtype: str) -> dict[str, str]:
+    """The four fields of a Problem. Raises SpecError for what no kernel takes."""
     dtype = normalise_dtype("dtype", dtype)
-    v_dtype, out_dtype = _normalise_v_dtype(dtype, v_dtype), _normalise_out_dtype(dtype, out_dtype)
-    return {"dtype": dtype, "v_dtype": v_dtype, "out_dtype": out_dtype}
+    kv_dtype = _normalise_kv_dtype(dtype, kv_dtype)
+    v_dtype, out_dtype = _normalise_v_dtype(kv_dtype or dtype, v_dtype), _normalise_out_dtype(dtype, out_dtype)
+    return {"dtype": dtype, "kv_dtype": kv_dtype, "v_dtype": v_dtype, "out_dtype": out_dtype}
+
+
+def _normalise_kv_dtype(dtype: str, kv_dtype: str) -> str:
+    """ "" if k and v have q's dtype. Raises SpecError for a mixture that no kernel takes."""
+    if not kv_dtype or (found := normalise_dtype("kv_dtype", kv_dtype)) == dtype:
+        return ""
+    if dtype not in OF_16_BITS or found not in FLOAT8:
+        raise SpecError(
+            f"kv_dtype={kv_dtype!r} is not supported with dtype={dtype!r}: only float8 keys and values with float16 or "
+            "bfloat16 queries may differ"
+        )
+    return found
 
 
 def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
-    """ "" where v is as q. Raises SpecError for a mixture that no kernel takes."""
+    """ "" where v is as k, whose dtype is `dtype`. Raises SpecError for a mixture that no kernel takes."""
     if not v_dtype or (found := normalise_dtype("v_dtype", v_dtype)) == dtype:
         return ""
     if dtype not in FLOAT8 or found not in FLOAT8:
@@ -56,7 +69,8 @@ def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
 
 
 def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Descale:
-    """() where every number is 1. Raises SpecError for what is no triple, and for a dtype that takes none."""
+    """() where every number is 1; `dtype` is that of k. Raises SpecError for what is no triple, and for a dtype that
+    takes none."""
     if not descale:
         return ()
     if dtype not in FLOAT8:
@@ -77,9 +91,10 @@ def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Desc
     return () if found == [1.0, 1.0, 1.0] else tuple(found)
 
 
-def described(dtype: str, v_dtype: str, out_dtype: str) -> str:
+def described(dtype: str, kv_dtype: str, v_dtype: str, out_dtype: str) -> str:
     """For people: what differs from what it would be unless said stands behind."""
-    return f"{dtype}{v_dtype and '/' + v_dtype}{out_dtype and '->' + out_dtype}"
+    keys = kv_dtype and f" kv={kv_dtype}"
+    return f"{dtype}{keys}{v_dtype and '/' + v_dtype}{out_dtype and '->' + out_dtype}"
 
 
 def described_descale(descale: Descale) -> str:

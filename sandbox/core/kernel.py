@@ -99,6 +99,7 @@ class Kernel(Entry):
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
     ragged: bool = False  # True: it takes ragged batches; it finds its rows by include/seqlen.cuh
     paged: bool = False  # True: it takes keys in pages; it finds them by include/seqlen.cuh
+    float8_keys: bool = False  # True: it takes float8 keys and values with 16-bit queries
     deterministic: bool = True  # False: sums by atomics, in any order
     test_share: int = 1
     """The CPU backend runs a sample of one in `test_share` of the kernel's tests: more than 1 for kernels for few
@@ -195,9 +196,14 @@ class Kernel(Entry):
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             later = "and no other" if self.arch_suffix == "a" else "or later"
             return f"{self.name}: needs compute capability {need} {later}, this is {have}"
-        if problem.float8 and arch is not None and arch < FLOAT8_ARCH:
+        if problem.kv_dtype and not self.float8_keys:
             return (
-                f"{self.name}: {problem.dtype} needs compute capability 8.9 or later, whose tensor cores support it; "
+                f"{self.name}: {problem.kv_dtype} keys with {problem.dtype} queries are not supported: use fwd_mma or "
+                "fwd_decode, or convert k and v"
+            )
+        if problem.float8_keys and arch is not None and arch < FLOAT8_ARCH:
+            return (
+                f"{self.name}: {problem.dtype_of('K')} needs compute capability 8.9 or later, which supports it; "
                 f"this is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
             )
         if problem.ragged and not self.ragged:
@@ -228,6 +234,11 @@ class Kernel(Entry):
         reason = self.check_tile(problem, tile, arch)
         return f"{self.name}: {reason}" if reason else None
 
+    @staticmethod
+    def _own_dtypes(problem: Problem) -> str:
+        """The tensors whose dtype may differ from that of q."""
+        return "VO" if problem.float8 else "KV" if problem.kv_dtype else ""
+
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
         """The macros for geometry, dtype and score options of the `.cu`, the same for all its entries.
 
@@ -244,6 +255,6 @@ class Kernel(Entry):
             **smem,
             "CAUSAL": int(bool(problem.causal)),
             f"DTYPE_{problem.dtype}": 1,
-            **({f"DTYPE_{of}_{problem.dtype_of(of)}": 1 for of in "VO"} if problem.float8 else {}),
+            **{f"DTYPE_{of}_{problem.dtype_of(of)}": 1 for of in self._own_dtypes(problem)},
             **macros(problem),
         }

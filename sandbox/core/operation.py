@@ -69,6 +69,8 @@ class OperationProblem:
     ragged: tuple[int, ...] = field(default=(), init=False, repr=False)
     page_size: int = field(default=0, init=False, repr=False)
     float8: bool = field(default=False, init=False, repr=False)
+    float8_keys: bool = field(default=False, init=False, repr=False)
+    kv_dtype: str = field(default="", init=False, repr=False)
     plain: bool = field(default=True, init=False, repr=False)
     head_dims: tuple[tuple[str, int], ...] = field(default=(), init=False, repr=False)
 

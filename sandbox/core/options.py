@@ -171,8 +171,8 @@ def _bias_level(p: Problem) -> int:
 
 
 def _descale_level(p: Problem) -> int:
-    """The sum of 8 for float8, and 1, 2, 4 if the descale of q, k, v is a tensor, not a number."""
-    return sum(bit for bit, x in zip((1, 2, 4), p.descale, strict=False) if isinstance(x, tuple)) + 8 * p.float8
+    """The sum of 8 for float8 keys, and 1, 2, 4 if the descale of q, k, v is a tensor, not a number."""
+    return sum(bit for bit, x in zip((1, 2, 4), p.descale, strict=False) if isinstance(x, tuple)) + 8 * p.float8_keys
 
 
 def _snippet_level(p: Problem) -> int:
@@ -367,10 +367,14 @@ OPTIONS: tuple[Option, ...] = (
         array=Array("", lambda rng, p: rng.integers(-(2**63), 2**63, 1), "int64", shape_is_field=False),
     ),
     Option(
+        name="kv_dtype",
+        flag={"default": "", "metavar": "DTYPE", "help": "float8 dtype of k and v, with 16-bit q. Default: q's dtype."},
+    ),
+    Option(
         name="descale", macro="DESCALE", level=_descale_level, tensors=_descales,
         numbers=(
-            Number("descale", _FLOAT, lambda p: _constant_descale(p)[2], lambda p: p.float8),
-            Number("group", _INT, lambda p: p.group, lambda p: p.float8),
+            Number("descale", _FLOAT, lambda p: _constant_descale(p)[2], lambda p: p.float8_keys),
+            Number("group", _INT, lambda p: p.group, lambda p: p.float8_keys),
         ),
         text=lambda p: described_descale(p.descale) if p.descale else "",
     ),
@@ -392,7 +396,8 @@ ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axe
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 SHOWN = tuple(
     BY_NAME[name] for name in
-    ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "descale", "score",
+    ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "kv_dtype", "descale",
+     "score",
      "dropout")
 )  # fmt: skip  # in the order of texts, command-line flags and cases
 

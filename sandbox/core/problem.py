@@ -24,9 +24,9 @@ class Problem:
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv); o: (B, H, Sq, Dv); query head h reads key/value head
     h // (H / Hk). `scale`: None means 1/sqrt(D). `alignment`: in bytes, at most 16, of the address of every row of q, k
     and v, and in a backward of do and o. `mappable`: a tensor map can describe their strides: positive, or 0 in B or H.
-    `v_dtype`: v's dtype if it is not the float8 of q and k. `out_dtype`: o's dtype; by default q's, for float8
-    bfloat16. `descale`: the factors by which float8 q, k and v are multiplied, each a number or the shape of a tensor
-    that broadcasts to (B, heads); () if all are 1.
+    `kv_dtype`: the float8 dtype of k and v if q has 16 bits. `v_dtype`: v's dtype if it is not the float8 of k.
+    `out_dtype`: o's dtype; by default q's, for float8 bfloat16. `descale`: the factors by which q, k and v are
+    multiplied if k is float8, each a number or the shape of a tensor that broadcasts to (B, heads); () if all are 1.
 
     Score options, off by default: `window`, `softcap`; the shapes of `alibi`'s slopes, (H,) or (B, H), and of `bias`
     and `mask`, (B, H, Sq, Sk) or 1 in any dimension; `sink`: whether there is one per head; `key_lengths`: whether each
@@ -72,7 +72,8 @@ class Problem:
     dropout: float = 0.0  # an argument of the kernel, not compiled in
     ragged: tuple[int, ...] = ()
     lengths: tuple[tuple[int, int], ...] = ()
-    v_dtype: str = ""  # "": q's
+    kv_dtype: str = ""  # "": q's
+    v_dtype: str = ""  # "": k's
     out_dtype: str = ""  # "": q's, of float8 bfloat16
     descale: Descale = ()
     page_size: int = 0  # 0: no pages
@@ -85,7 +86,7 @@ class Problem:
             set_(self, name, value)
         for name, least in (("B", 0), ("H", 0), ("Sq", 0), ("Sk", 0), ("Hk", 0), ("D", 1), ("Dv", 0)):
             set_(self, name, integer(name, getattr(self, name), least))
-        for name, dtype in dtypes.normalise(self.dtype, self.v_dtype, self.out_dtype).items():
+        for name, dtype in dtypes.normalise(self.dtype, self.kv_dtype, self.v_dtype, self.out_dtype).items():
             set_(self, name, dtype)
         limits.check_sizes(self.B, self.H, self.Sq, self.Sk)
         if self.Hk == 0:
@@ -102,7 +103,7 @@ class Problem:
         # A bound of Sq + Sk hides nothing; a larger one could overflow, because kernels add bounds and indices as
         # int32.
         set_(self, "window", normalise_window(self.window, self.Sq + self.Sk))
-        set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype, self.B, self.H, self.Hk))
+        set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype_of("K"), self.B, self.H, self.Hk))
         check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
         if self.latent and self.Dv > self.D:
             raise SpecError(f"latent=True with Dv={self.Dv} and D={self.D} is not possible: v is a view of k's columns")
@@ -156,19 +157,30 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element of q, k and v."""
+        """Bytes per element of q."""
         return dtypes.ITEMSIZE[self.dtype]
+
+    @property
+    def key_itemsize(self) -> int:
+        """Bytes per element of k and v."""
+        return dtypes.ITEMSIZE[self.kv_dtype or self.dtype]
 
     @property
     def float8(self) -> bool:
         """Whether q, k and v have a float8 dtype."""
         return self.dtype in FLOAT8
 
+    @property
+    def float8_keys(self) -> bool:
+        """Whether k and v have a float8 dtype, with or without q: only then is there a descale."""
+        return (self.kv_dtype or self.dtype) in FLOAT8
+
     def dtype_of(self, tensor: str) -> str:
         """The dtype of "Q", "K", "V" or "O", or of a gradient, which has the dtype of its tensor."""
         if tensor in ("O", "dO", "bias"):
             return self.out_dtype or dtypes.default_out_dtype(self.dtype)
-        return (self.v_dtype if tensor == "V" else "") or self.dtype
+        of_keys = self.kv_dtype if tensor in ("K", "V") else ""
+        return (self.v_dtype if tensor == "V" else "") or of_keys or self.dtype
 
     @property
     def head_dims(self) -> tuple[tuple[str, int], ...]:
@@ -331,7 +343,7 @@ class Problem:
         """The part that selects a compiled variant, as text: head dimensions, dtype, mask, options."""
         widths = f"D{self.D}" if self.Dv == self.D else f"D{self.D}/{self.Dv}"
         mask = {False: (), "bottom-right": ("causal",), "top-left": ("causal-top-left",)}[self.causal]
-        of = dtypes.described(self.dtype, self.v_dtype, self.out_dtype)
+        of = dtypes.described(self.dtype, self.kv_dtype, self.v_dtype, self.out_dtype)
         latent = ("latent",) if self.latent else ()
         return " ".join((widths, of, *mask, *latent, *self._options()))
 

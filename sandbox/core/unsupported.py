@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .dtypes import ITEMSIZE
 from .kernel import Arch
 from .problem import Problem
 
@@ -10,7 +9,7 @@ from .problem import Problem
 def unsupported_by_cp_async(p: Problem, otherwise: str) -> str | None:
     """Of kernels that copy rows 16 bytes at a time and fold the scale into the exponent. `otherwise`: a kernel that
     supports any width and scale."""
-    multiple = 16 // ITEMSIZE[p.dtype]
+    multiple = 16 // p.key_itemsize
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % multiple:
             return f"{name}={width} is not supported: use a multiple of {multiple}, or {otherwise}"

@@ -51,7 +51,8 @@ def options_of(problem: Problem) -> frozenset[str]:
 
 
 def dtype_of(problem: Problem) -> str:
-    """The dtype of a problem in rows. Dtypes of 16 bits use the same registers, and so do those of 8: rows have one."""
+    """The dtype of a problem in rows. Dtypes of 16 bits use the same registers, and so do those of 8: rows have one.
+    Float8 keys with 16-bit queries are not compiled: the rows of 16 bits are an estimate."""
     return next(iter(FLOAT8)) if problem.float8 else "float16" if problem.itemsize == 2 else problem.dtype
 
 

@@ -70,7 +70,7 @@ def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
     that head once. With split-KV, the blocks of a grid of `splits` each read Q and write partial results, the scratch
     "partials", for the combine kernel."""
     owner = registry.entry_owner(entry.name)
-    rows, keys = p.batches * p.H * p.rows[0], p.B * p.Hk * p.Sk * p.itemsize
+    rows, keys = p.batches * p.H * p.rows[0], p.B * p.Hk * p.Sk * p.key_itemsize
     floats = owner.scratch["partials"](p, tile)[0] if "partials" in owner.scratch else 0
     parts = {"partials": FP32 * floats} if floats else {}
     results = {"O": rows * p.Dv * ITEMSIZE[p.dtype_of("O")], "LSE": FP32 * rows}
@@ -104,5 +104,5 @@ def _nbytes(name: str, p: Problem) -> int:
     if name in ("LSE", "delta"):
         return 4 * rows
     if name in ("K", "V", "dK", "dV"):
-        return p.B * p.Hk * p.Sk * p.D * p.itemsize
+        return p.B * p.Hk * p.Sk * p.D * p.key_itemsize
     return rows * p.D * (4 if name == "dQ_accum" else ITEMSIZE[p.dtype_of(name)])

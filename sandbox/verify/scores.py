@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import block_map as block_maps
-from ..core.dtypes import FLOAT8
+from ..core.dtypes import FLOAT8, OF_16_BITS
 from ..core.kernel import Kernel
 from ..core.options import ARRAYS, BY_ARGUMENT, BY_NAME, SHOWN
 from ..core.problem import Problem
@@ -51,6 +51,18 @@ OF_FLOAT8: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # fields that on
     lambda p: {"v_dtype": _OTHER[p.dtype], "descale": ((p.B, 1), (p.B, p.Hk), 2.0), "alibi": (p.H,)},
 )
 
+OF_FLOAT8_KEYS: tuple[Callable[[Problem], dict[str, Any]], ...] = (  # with 16-bit queries
+    lambda p: {"kv_dtype": "float8_e4m3", "descale": (1.0, (p.B, p.Hk), 0.5)},
+    lambda p: {"kv_dtype": "float8_e5m2", "v_dtype": "float8_e4m3", "descale": (1.0, 0.75, (1, p.Hk)), "softcap": 2.0},
+    lambda p: {"kv_dtype": "float8_e4m3", "v_dtype": "float8_e5m2", "sink": True, "window": (max(2, p.Sk // 5), None)},
+    lambda p: {
+        "kv_dtype": "float8_e5m2",
+        "descale": ((p.B, p.H), (p.B, 1), 2.0),
+        "dropout": 0.3,
+        "mask": (p.B, 1, 1, p.Sk),
+    },
+)
+
 
 def documents(p: Problem) -> Score:
     """A user's Score: it hides keys of other documents, and changes x by tables. It uses tensors of every kind, and
@@ -81,6 +93,11 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
             p = dataclasses.replace(p, **more(p))
             if kernel.why_unsupported(p) is None:
                 yield "float8", p
+    for n, more in enumerate(OF_FLOAT8_KEYS if kernel.float8_keys else ()):
+        p = problem(dtype=OF_16_BITS[n // 2], causal=("bottom-right", False)[n % 2])
+        p = dataclasses.replace(p, **more(p))
+        if kernel.why_unsupported(p) is None:
+            yield "float8 keys", p
 
 
 def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
@@ -123,7 +140,7 @@ def option_values(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
     names in a spec's `args`."""
     found = {option.name: getattr(p, option.name) for option in SHOWN if option.check and option.name in p.options}
     found |= {name: tensors[BY_NAME[name].argument] for name in ARRAYS if BY_NAME[name].argument in tensors}
-    if p.float8:
+    if p.float8_keys:
         numbers = zip("qkv", p.descale or (1.0, 1.0, 1.0), strict=True)
         found["descale"] = tuple(tensors.get(f"descale_{x}", n) for x, n in numbers)
     if p.score:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import sandbox
-from sandbox.core.errors import LaunchError, UnsupportedProblem
+from sandbox.core.errors import LaunchError, SpecError, UnsupportedProblem
 from sandbox.engine import choose
+from sandbox.reference import max_error, naive, output_bound
 
 torch = pytest.importorskip("torch")
 
@@ -55,6 +56,41 @@ def test_float8() -> None:
     assert torch.equal(torch.compile(call, backend="eager")(q, k, v, table, lengths), out)
     with pytest.raises(UnsupportedProblem, match="descale"):
         sandbox.attention_paged(q, k, v, table, lengths)
+
+
+@pytest.mark.parametrize("of", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float8_pages(of: Any, dtype: Any) -> None:
+    """16-bit queries over float8 pages that append_kv wrote: within the bound of 16-bit keys with these values."""
+    q, k, v, table, lengths = (torch.from_numpy(x) for x in arrays())
+    q, k, v, of_k = q.to(dtype), k.to(of), v.to(of), torch.tensor([[0.5, 2.0], [1.0, 1.0], [0.25, 4.0]])
+    new = [torch.randn(B, Hk, 2, D).to(dtype) for _ in "kv"]
+    sandbox.append_kv(*new, k, v, table, lengths)
+    lengths += 2
+    call = lambda *given: sandbox.attention_paged(*given, causal=True, descale=(1.0, of_k, 3.0))  # noqa: E731
+    out = call(q, k, v, table, lengths)
+    assert out.dtype == dtype
+    keys, values = (sandbox.reference.gather_pages(x.float().numpy(), table.numpy(), lengths.numpy()) for x in (k, v))
+    options = {"causal": True, "key_lengths": lengths.numpy(), "descale": (1.0, of_k.numpy(), 3.0)}
+    inputs, name = (q.float().numpy(), keys, values), str(dtype).removeprefix("torch.")
+    exact, plain = sandbox.reference.attention(*inputs, **options)[0], naive(*inputs, **options, dtype=name)
+    assert max_error(out.float().numpy(), exact) <= output_bound(exact, plain, name)
+    assert torch.equal(torch.compile(call, backend="eager")(q, k, v, table, lengths), out)
+
+
+def test_float8_pages_that_make_no_sense() -> None:
+    q, k, v, table, lengths = (torch.from_numpy(x) for x in arrays())
+    eighth = [x.to(torch.float8_e4m3fn) for x in (k, v)]
+    with pytest.raises(UnsupportedProblem, match="k_pages is float8_e4m3: it needs descale"):
+        sandbox.attention_paged(q, *eighth, table, lengths)
+    with pytest.raises(UnsupportedProblem, match="q is float16 and v_pages is float8_e4m3: convert both"):
+        sandbox.attention_paged(q, k, eighth[1], table, lengths, descale=(1, 1, 1))
+    with pytest.raises(UnsupportedProblem, match="q is float32 and k_pages is float8_e4m3: convert both"):
+        sandbox.attention_paged(q.float(), *eighth, table, lengths, descale=(1, 1, 1))
+    with pytest.raises(UnsupportedProblem, match="fwd_decode_wgmma: float8_e4m3 keys with float16 queries"):
+        sandbox.attention_paged(q, *eighth, table, lengths, descale=(1, 1, 1), kernel="fwd_decode_wgmma")
+    with pytest.raises(SpecError, match=r"descale=.* is not supported with float16, only with float8: use scale"):
+        sandbox.attention_paged(q, k, v, table, lengths, descale=(1, 1, 2))
 
 
 def test_tensors_and_the_compiler() -> None:

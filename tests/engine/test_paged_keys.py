@@ -12,7 +12,7 @@ from project import SEED
 
 import sandbox
 from sandbox.core import registry
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.engine import choose, pipeline
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.reference import gather_pages
@@ -144,6 +144,36 @@ def test_float8(of: str, device: Device) -> None:
         "pages": {"page_size": 16},
     }[of])  # fmt: skip
     right(Case(of, problem, "hidden" if of == "splits" else "normal"), device)
+
+
+@pytest.mark.parametrize("name", ["fwd_decode", "fwd_mma"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.sampled(2)
+def test_float8_pages(name: str, page_size: int, ragged: bool, device: Device) -> None:
+    """float8 pages with 16-bit queries: tiles in one page and in several, one query and many, descale per head; D is
+    not a multiple of an MMA step, and V has other columns."""
+    first = page_size == 16
+    dtypes = {"dtype": ("float16", "bfloat16")[ragged], "kv_dtype": ("float8_e4m3", "float8_e5m2")[first]}
+    sizes = {"lengths": ((1, 70), (40, 41), (0, 3))} if ragged else {"B": 2, "Sq": 5, "Sk": 192}
+    problem = Problem(**{"B": 3, "H": 4, "Hk": 2, "Sq": 0, "Sk": 0, "D": 80, "Dv": 48, **dtypes, **sizes},
+                      page_size=page_size, causal="bottom-right")  # fmt: skip
+    problem = dataclasses.replace(problem, descale=(1.0, (problem.B, 2), (1, 2)))
+    result = check.verify(registry.get(name), Case("float8 pages", problem), device)
+    assert result.ok, f"{problem}: {result}"
+
+
+def test_float8_keys_are_read_at_as_many_bytes() -> None:
+    """Tiles with as many bytes in flight as with float8 queries, and selected as with 16-bit keys."""
+    problem = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="bfloat16", kv_dtype="float8_e4m3")
+    paged, wide = dataclasses.replace(problem, page_size=16), dataclasses.replace(problem, D=256, Dv=256)
+    tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in (problem, paged, wide)]
+    assert [(t.BLOCK_N, t.STAGES) for t in tiles] == [(32, 3), (16, 5), (16, 5)]
+    many = dataclasses.replace(problem, Sq=512, causal="bottom-right")
+    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (problem, paged, many)]
+    assert chosen == ["fwd_decode", "fwd_decode", "fwd_mma"]
+    with pytest.raises(UnsupportedProblem, match=r"float8_e4m3 needs compute capability 8\.9 or later"):
+        choose.choose_kernel(problem, "forward", (8, 0))
 
 
 def test_what_float8_is_read_by() -> None:

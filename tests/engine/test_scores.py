@@ -26,7 +26,7 @@ from sandbox.spec import Kernel, Problem, Tile
 from sandbox.toolchain import arch
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of
-from sandbox.verify.scores import OF_FLOAT8, OPTIONS
+from sandbox.verify.scores import OF_FLOAT8, OF_FLOAT8_KEYS, OPTIONS
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.computes in ("forward", "backward")]
 # Bounds of float32 are missed by a percent on unlucky inputs (docs/limits.md): the sweep tries it on lucky ones.
@@ -73,6 +73,17 @@ def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
     tiles."""
     problem = Problem(2, 4, 140, 170, 48, Hk=2, dtype=kernel.dtypes[OF_FLOAT8.index(more) % 2], causal="bottom-right")
     result = check.verify(kernel, Case("float8", dataclasses.replace(problem, **more(problem))), device)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("more", OF_FLOAT8_KEYS, ids=["heads", "of two kinds", "sink", "all"])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.float8_keys], ids=by_name)
+@pytest.mark.sampled(3)
+def test_options_of_float8_keys(kernel: Kernel, more, device: Device) -> None:
+    """float8 keys with 16-bit queries: descale in each form, V of the other float8 type, each with another option."""
+    dtype = SIXTEEN_BITS[OF_FLOAT8_KEYS.index(more) % 2]
+    problem = Problem(2, 4, 140, 170, 48, Hk=2, dtype=dtype, causal="bottom-right")
+    result = check.verify(kernel, Case("float8 keys", dataclasses.replace(problem, **more(problem))), device)
     assert result.ok, result
 
 

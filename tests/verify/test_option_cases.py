@@ -128,7 +128,9 @@ def test_the_sweep_tries_every_option(kernel) -> None:
         return
     of_float8 = [case for case in found if case.name.startswith("float8: ")]
     assert len(of_float8) == (2 * len(scores.OF_FLOAT8) if "float8_e4m3" in kernel.dtypes else 0)
-    assert len(found) - len(of_float8) == sum(takes.issuperset(names) for names in TRIED)
+    of_float8_keys = [case for case in found if case.name.startswith("float8 keys: ")]
+    assert len(of_float8_keys) == (len(scores.OF_FLOAT8_KEYS) if kernel.float8_keys else 0)
+    assert len(found) - len(of_float8) - len(of_float8_keys) == sum(takes.issuperset(names) for names in TRIED)
     assert {case.inputs for case in found} == {"normal", "hidden", "large"} or len(takes) < len(scores.OPTIONS) / 2
     assert {case.problem.dtype for case in found} == {*kernel.dtypes}
 

@@ -40,9 +40,22 @@ inline unsigned pack_halves(float low, float high) {
     return cpu::float_to_half(low) | unsigned(cpu::float_to_half(high)) << 16;
 }
 template <class T>
+inline void bytes_as_halves(unsigned bytes, unsigned (&pairs)[2]) {
+    const auto number = [&](int byte) { return to_float(cpu::bits<T>(static_cast<unsigned char>(bytes >> 8 * byte))); };
+    for (int i = 0; i < 2; ++i) pairs[i] = pack_halves(number(2 * i), number(2 * i + 1));
+}
+inline float2 halves_as_floats(unsigned halves) {
+    return {cpu::half_to_float(halves & 0xffffu), cpu::half_to_float(halves >> 16)};
+}
+template <class T>
 inline void columns_as_halves(unsigned keys, unsigned& even, unsigned& odd) {
-    const auto number = [&](int byte) { return to_float(cpu::bits<T>(static_cast<unsigned char>(keys >> 8 * byte))); };
-    even = pack_halves(number(0), number(2)), odd = pack_halves(number(1), number(3));
+    unsigned pairs[2];
+    bytes_as_halves<T>(__byte_perm(keys, 0, 0x3120), pairs);
+    even = pairs[0], odd = pairs[1];
+}
+inline void mma_m16n8k16_halves(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, SANDBOX_SITE) {
+    cpu::multiply_16(c, a, b0, b1, site,
+                     [](unsigned pair, int which) { return cpu::half_to_float(pair >> 16 * which & 0xffffu); });
 }
 
 inline void store4(dtype_o* to, float x0, float x1, float x2, float x3) {

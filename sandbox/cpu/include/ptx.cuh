@@ -61,24 +61,39 @@ inline float element(unsigned pair, int which) {
 inline void ldmatrix_x4(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, false, site); }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, true, site); }
 
-inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, SANDBOX_SITE) {
+inline uint2 load_shared_8(SmemAddr from, SANDBOX_SITE) {
+    if (reinterpret_cast<uint64_t>(from) % 8)
+        cpu::sandbox_trap("a load of 8 bytes from an address that is not a multiple of 8", site);
+    uint2 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+namespace cpu {
+// C += A B of elements that `element(pair, which)` converts to fp32.
+template <class Element>
+inline void multiply_16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Site site, Element element) {
     // Exchange two registers at a time: rows g and g + 8 of A, and B, of all lanes.
     const uint64_t mine[3] = {a[0] | uint64_t(a[2]) << 32, a[1] | uint64_t(a[3]) << 32, b0 | uint64_t(b1) << 32};
     uint64_t all[3][32];
     for (int i = 0; i < 3; ++i) {
-        memcpy(all[i], cpu::sandbox_collective(cpu::Collective::mma, 0xffffffffu, mine[i], site), sizeof all[i]);
+        memcpy(all[i], sandbox_collective(Collective::mma, 0xffffffffu, mine[i], site), sizeof all[i]);
     }
-    const int g = int(cpu::sandbox_self->lane) / 4, q = int(cpu::sandbox_self->lane) % 4;
+    const int g = int(sandbox_self->lane) / 4, q = int(sandbox_self->lane) % 4;
     for (int i = 0; i < 4; ++i) {
         const int column = 2 * q + i % 2;
         float sum = 0.0f;
         for (int k = 0; k < 16; ++k) {  // element k of a row is in lane k % 8 / 2, register k / 8, half k % 2
             const uint64_t row = all[i / 2][4 * g + k % 8 / 2], col = all[2][4 * column + k % 8 / 2];
-            sum +=
-                cpu::element(unsigned(row >> 32 * (k / 8)), k % 2) * cpu::element(unsigned(col >> 32 * (k / 8)), k % 2);
+            sum += element(unsigned(row >> 32 * (k / 8)), k % 2) * element(unsigned(col >> 32 * (k / 8)), k % 2);
         }
         c[i] += sum;
     }
+}
+}  // namespace cpu
+
+inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, SANDBOX_SITE) {
+    cpu::multiply_16(c, a, b0, b1, site, [](unsigned pair, int which) { return cpu::element(pair, which); });
 }
 
 inline unsigned pack(float low, float high) {
