@@ -173,6 +173,7 @@ def test_one_module_for_array_libraries() -> None:
         {
             "bench.benchmark",
             "bench.decode",
+            "bench.serving",
             "bench.inputs",
             "bench.peers",
             "bench.ragged",

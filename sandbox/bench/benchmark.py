@@ -24,7 +24,7 @@ from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
 from ..verify.sampled import Verdict, expect, expect_gradients, expect_sequences
 from ..verify.scores import visible_pairs
-from . import decode, environment, reading
+from . import decode, environment, reading, serving
 from .grids import GRIDS as GRIDS  # re-exported for `tune` and the command line
 from .inputs import BenchInputs, forward_of, make_bench_inputs, torch_dtype
 from .peers import Contender, Ready, backward
@@ -196,10 +196,11 @@ def measured(problems: Iterable[Any], rows: Callable[..., list[Row]], mode: str,
 
 
 def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", computes: str = "forward") -> tuple[Any, ...]:
-    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), and for a backward dout (B, H, Sq, Dv); standard normal."""
+    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), and for a backward dout (B, H, Sq, Dv); standard normal. Of
+    ragged queries over pages: k and v of the gathered batch."""
     import torch
 
-    p, generator = problem, torch.Generator(device).manual_seed(seed)
+    p, generator = _with_keys_in_rows(problem), torch.Generator(device).manual_seed(seed)
     queries, keys = (p.batches, p.H, p.rows[0], p.D), (p.batches, p.Hk, p.rows[1], p.D)
     values, results = (*keys[:3], p.Dv), (*queries[:3], p.Dv)
     shapes = (queries, keys, values, *([results] if computes == "backward" else []))
@@ -209,12 +210,18 @@ def make_inputs(problem: Problem, seed: int = 0, device: str = "cuda:0", compute
     return (*tensors[:2], tensors[1][..., : p.Dv], *tensors[3:]) if p.latent else tensors
 
 
+def _with_keys_in_rows(problem: Problem) -> Problem:
+    """The problem whose keys `make_inputs` makes: ragged queries over pages become a ragged batch."""
+    return serving.gathered(problem) if problem.ragged and problem.page_size else problem
+
+
 def expectation(
     problem: Problem, inputs: tuple[Any, ...], computes: str, option_tensors: BenchInputs | None = None
 ) -> Expectation:
     """The expected results on these inputs, on sampled rows. `option_tensors`: tensors of the score options."""
     if problem.ragged:
-        return expect_sequences(problem, inputs, computes, option_tensors or {})
+        own = {name: x for name, x in (option_tensors or {}).items() if name not in ("K", "V", "block_table")}
+        return expect_sequences(_with_keys_in_rows(problem), inputs, computes, own)
     if computes == "backward":
         q, k, v, dout = inputs
         return expect_gradients(problem, q, k, v, dout, option_tensors=option_tensors)
@@ -244,7 +251,8 @@ def time_contenders(
         ]  # fmt: skip
     option_tensors = make_bench_inputs(problem, inputs[0])
     if problem.page_size:
-        option_tensors |= decode.make_pages(problem, *inputs[1:3])
+        make_pages = serving.make_pages if problem.ragged else decode.make_pages
+        option_tensors |= make_pages(problem, *inputs[1:3])
     pairs = visible_pairs(problem, option_tensors)
     expected, of_peers = _expectations(problem, contenders, inputs, computes, option_tensors)
     expectations = [expected if c.kernel else of_peers for c in contenders]
@@ -336,6 +344,9 @@ def _ready(contender: Contender, problem: Problem, inputs: tuple[Any, ...], opti
     """The contender on attention's tensors. Raises UnsupportedProblem."""
     if problem.ragged and not (contender.kernel or contender.ragged):
         raise UnsupportedProblem(f"{contender.name}: ragged batches are not supported by this peer")
+    if problem.page_size and problem.ragged and not (contender.kernel or contender.paged):
+        option_tensors = {**option_tensors, "cu_seqlens_k": serving.offsets_of_keys(problem, inputs[0].device)}
+        problem = serving.gathered(problem)
     if problem.page_size and not (contender.kernel or contender.paged):
         raise UnsupportedProblem(f"{contender.name}: paged keys are not supported by this peer")
     ready = _prepared(contender, problem, inputs, option_tensors)

@@ -15,9 +15,10 @@ from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.problem import Problem
 
 
-def flash_attention(name: str, module: str, package: str) -> Contender:
+def flash_attention(name: str, module: str, package: str, paged: bool = True) -> Contender:
     """`flash_attn_func` of `module`: (B, S, H, D) tensors, grouped heads, bottom-right causal mask; some versions also
-    return LSE. For ragged batches `flash_attn_varlen_func`: (rows, H, D) tensors and cu_seqlens."""
+    return LSE. For ragged batches `flash_attn_varlen_func`: (rows, H, D) tensors and cu_seqlens; with `paged` also keys
+    in pages, else it is timed on gathered keys."""
 
     def prepare(problem: Problem, q: Any, k: Any, v: Any, option_tensors: Any = None) -> Ready:
         try:
@@ -32,9 +33,15 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
         tensors = [x[0].transpose(0, 1) if problem.ragged else x.transpose(1, 2) for x in (q, k, v)]
         options = {"causal": bool(problem.causal), "softmax_scale": problem.scale}
         if problem.ragged:
-            options |= {f"cu_seqlens_{x}": option_tensors[f"cu_seqlens_{x}"] for x in "qk"}
-            options |= {"max_seqlen_q": problem.Sq, "max_seqlen_k": problem.Sk}
-        options |= _options(name, problem, option_tensors or {}, inspect.signature(function))
+            options |= {"cu_seqlens_q": option_tensors["cu_seqlens_q"], "max_seqlen_q": problem.Sq}
+            options["max_seqlen_k"] = problem.Sk
+            if not problem.page_size:
+                options["cu_seqlens_k"] = option_tensors["cu_seqlens_k"]
+        signature = inspect.signature(function)
+        if problem.page_size:
+            tensors[1:], pages = _paged(name, problem, option_tensors, signature)
+            options |= pages
+        options |= _options(name, problem, option_tensors or {}, signature)
 
         def launch() -> tuple[Any, Any]:
             result = function(*tensors, **options)
@@ -43,7 +50,17 @@ def flash_attention(name: str, module: str, package: str) -> Contender:
 
         return Ready(launch, lambda: q.new_full((*q.shape[:3], problem.Dv), float("nan")))
 
-    return Contender(name, prepare, ragged=True)
+    return Contender(name, prepare, ragged=True, paged=paged)
+
+
+def _paged(
+    name: str, p: Problem, option_tensors: Mapping[str, Any], signature: inspect.Signature
+) -> tuple[list[Any], dict[str, Any]]:
+    """Pages of K and V, (pages, page_size, Hk, D), and the keyword arguments for them. Raises UnsupportedProblem."""
+    if not p.ragged or not {"page_table", "seqused_k"} <= signature.parameters.keys():
+        raise UnsupportedProblem(f"{name}: pages are not supported by this package, or only with ragged queries")
+    pages = [option_tensors[x].transpose(1, 2) for x in "KV"]
+    return pages, {"page_table": option_tensors["block_table"], "seqused_k": option_tensors["key_lengths"]}
 
 
 def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
@@ -58,7 +75,7 @@ def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature
         "alibi": ("alibi_slopes", option_tensors.get("slopes")),
         "window": ("window_size", window),
     }
-    used = p.options - {"ragged"}
+    used = p.options - {"ragged"} - ({"page_size", "key_lengths"} if p.page_size else set())
     missing = [name for name in sorted(used) if name not in arguments or arguments[name][0] not in known]
     takes_Dv = p.Dv == p.D or (name != "fa2" and (p.D, p.Dv) == (192, 128))  # DeepSeek's head dimensions
     if missing := [*missing, *["Dv"] * (not takes_Dv)]:
@@ -67,7 +84,7 @@ def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature
 
 
 peers = [
-    flash_attention("fa2", "flash_attn", "flash-attn"),
+    flash_attention("fa2", "flash_attn", "flash-attn", paged=False),
     flash_attention("fa3", "flash_attn_interface", "FlashAttention's hopper/ folder"),
     flash_attention("fa4", "flash_attn.cute", "flash-attn-cute"),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.options import SHOWN
 from ..core.problem import Problem
 from ..core.score import Score
-from . import decode, latent, ragged
+from . import decode, latent, ragged, serving
 
 _MASKS = (False, "bottom-right")
 
@@ -77,5 +77,6 @@ GRIDS: dict[str, Callable[[str], list[Problem]]] = {
     "decode": decode.problems,
     "real": _real,
     "latent": latent.problems,
+    "serving": serving.problems,
 }  # fmt: skip
 DOCUMENTS = Path(__file__).with_name("documents.py")

@@ -1,4 +1,4 @@
-"""Sampled shapes of the grids `ragged`, `decode` and `real`: a kernel tuned for fixed shapes may be slow on others.
+"""Sampled shapes of some grids: a kernel tuned for fixed shapes may be slow on others.
 
 Heads, groups, head dimensions and lengths are drawn independently; lengths are seldom multiples of a tile. The same
 seed gives the same problems.
@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.normalise import Causal, cdiv
 from ..core.problem import Problem
+from . import serving
 from .ragged import of_lengths
 
 DEFAULT_COUNT = 20
@@ -87,6 +88,21 @@ def _decode(rng: np.random.Generator, dtype: str) -> Problem:
     return Problem(B, Sq=Sq, Sk=Sk, **heads, dtype=dtype, causal=causal, key_lengths=shortened)
 
 
+def _serving(rng: np.random.Generator, dtype: str) -> Problem:
+    """A step of an inference server: up to four chunks of prompts, and sequences that decode one token, in random
+    order; as many sequences as _MOST_KEYS allows."""
+    H, Hk, D = serving.HEADS[rng.integers(len(serving.HEADS))]
+    count, chunks, lengths = _log_uniform(rng, 1, 256), int(rng.integers(0, 5)), list[tuple[int, int]]()
+    for n in range(count):
+        keys = _log_uniform(rng, 128, 32768)
+        lengths.append((min(keys, _log_uniform(rng, 512, 8192)) if n < chunks else 1, keys))
+    while sum(keys for _, keys in lengths) * Hk * D > _MOST_KEYS:
+        lengths.pop()
+    order = rng.permutation(len(lengths))
+    page_size = int(rng.choice(serving.PAGE_SIZES))
+    return serving.of_lengths((lengths[i] for i in order), H, Hk, D, page_size, dtype=dtype)
+
+
 def _training(rng: np.random.Generator) -> dict[str, Any]:
     """Training or prefill: whole sequences, about 16k tokens."""
     S = _log_uniform(rng, 256, 16384)
@@ -124,4 +140,5 @@ SAMPLED: dict[str, Callable[[np.random.Generator, str], Problem]] = {
     "ragged": _ragged,
     "decode": _decode,
     "real": _real,
+    "serving": _serving,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import statistics
@@ -24,8 +25,8 @@ import pytest
 from click.testing import CliRunner
 from project import ROOT, check_stored, drawn, printed
 
-from sandbox import attention_forward, cli
-from sandbox.bench import benchmark, decode, documents, environment, peers, plot, rows, sampled_shapes
+from sandbox import attention_forward, attention_paged, attention_varlen, cli
+from sandbox.bench import benchmark, decode, documents, environment, peers, plot, rows, sampled_shapes, serving
 from sandbox.bench import report as bench_report
 from sandbox.bench.inputs import asked_of
 from sandbox.bench.rows import Row
@@ -192,10 +193,10 @@ def test_grids() -> None:
     for name, grid in benchmark.GRIDS.items():
         problems = grid("float16")
         assert all(p.dtype == "float16" for p in problems), name
-        assert name in ("decode", "real", "latent") or all(p.Sq == p.Sk for p in problems), name
+        assert name in ("decode", "real", "latent", "serving") or all(p.Sq == p.Sk for p in problems), name
 
 
-@pytest.mark.parametrize("name", sampled_shapes.SAMPLED)
+@pytest.mark.parametrize("name", [name for name in sampled_shapes.SAMPLED if name != "serving"])
 def test_sampled_shapes(name: str) -> None:
     """They cover what fixed shapes do not, and fit into the memory of a GPU."""
     problems = sampled_shapes.sampled(name, 300, 1, "bfloat16")
@@ -227,6 +228,22 @@ def test_sampled_decoding_is_memory_bound() -> None:
     assert all(decode.is_memory_bound(p, "forward") for p in problems)
     assert {p.Sq for p in problems} == {*range(1, 17)}
     assert 20 < sum(p.key_lengths for p in problems) < 80
+
+
+def test_sampled_batches_of_a_server() -> None:
+    """Single tokens and chunks, in any order, over pages that hold no other keys, and fit into the memory of a GPU."""
+    problems = sampled_shapes.sampled("serving", 200, 1, "float16")
+    assert problems == sampled_shapes.sampled("serving", 200, 1, "float16")
+    assert {(p.H, p.Hk, p.D) for p in problems} == {*serving.HEADS}
+    assert {p.page_size for p in problems} == {*serving.PAGE_SIZES}
+    assert {min(p.B, 64) for p in problems} >= {1, 2, 3, 64}
+    chunks = [sorted((n for n, _ in p.lengths if n > 1), reverse=True) for p in problems]
+    assert {len(found) for found in chunks} == {0, 1, 2, 3, 4}
+    assert max(found[0] for found in chunks if found) > 4096
+    assert all(128 <= keys <= 32768 and queries <= keys for p in problems for queries, keys in p.lengths)
+    assert all(sum(keys for _, keys in p.lengths) * p.Hk * p.D <= 2**29 for p in problems)
+    assert any(p.lengths[0][0] == 1 < p.lengths[-1][0] for p in problems if p.B > 1)
+    assert all(p.pages == sum(-(-keys // p.page_size) for _, keys in p.lengths) for p in problems)
 
 
 # ---- the reference on samples
@@ -527,6 +544,48 @@ def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=windowed))
     (right,), _ = time_contenders(fa2, problem=dataclasses.replace(problem, causal=False, window=(7, None)))
     assert right.ok
+
+
+def test_ragged_queries_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages hold the keys of the gathered batch, on which peers without pages are timed; packages with a page table
+    receive it."""
+    torch = pytest.importorskip("torch")
+    lengths = ((1, 40), (9, 9), (3, 33))
+    problem = serving.of_lengths(lengths, 4, 2, 16, 16, dtype="float16")
+    inputs = benchmark.make_inputs(problem, device="cpu")
+    assert [tuple(x.shape) for x in inputs] == [(1, 4, 13, 16), (1, 2, 82, 16), (1, 2, 82, 16)]
+    tables = []
+
+    def varlen(
+        q: Any, k: Any, v: Any, causal: bool, softmax_scale: float, cu_seqlens_q: Any, max_seqlen_q: int,
+        max_seqlen_k: int, cu_seqlens_k: Any = None, page_table: Any = None, seqused_k: Any = None,
+    ) -> Any:  # fmt: skip
+        tables.append(page_table)
+        if page_table is None:
+            options = {"causal": causal, "scale": softmax_scale}
+            return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        return attention_paged(q, k, v, page_table, seqused_k, cu_seqlens_q=cu_seqlens_q, causal=causal)
+
+    def without_pages(*given: Any, cu_seqlens_k: Any, **options: Any) -> Any:
+        return varlen(*given, cu_seqlens_k=cu_seqlens_k, **options)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=without_pages))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=without_pages))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=varlen))
+    others = [*peers.get(str(ROOT / "sandbox" / "bench" / "flash_attention_peers.py")), peers.PEERS["sdpa-math"]]
+    setting = {"mode": "events", "ceiling_tflops": 1.0, "commit": "abc"}
+    found = benchmark.time_contenders(problem, others, inputs, Counting(), Limits(), setting)
+    assert [r.ok for r in found] == [True, None, True, None], [r.message for r in found]
+    assert "pages are not supported by this package" in found[1].message
+    assert "ragged batches are not supported by this peer" in found[3].message
+    assert {None} < {x if x is None else tuple(x.shape) for x in tables} == {None, (3, 3)}
+    pages = serving.make_pages(problem, *inputs[1:])
+    table, ends = pages["block_table"], [0, 40, 49, 82]
+    assert (table >= 0).sum() == problem.pages == 7
+    for name, x in zip("KV", inputs[1:], strict=True):
+        for b, (first, end) in enumerate(itertools.pairwise(ends)):
+            rows_of = pages[name].transpose(1, 2)[table[b, : -(-(end - first) // 16)].long()].flatten(0, 1)
+            assert torch.equal(rows_of[: end - first], x[0, :, first:end].transpose(0, 1))
 
 
 # ---- rows
