@@ -7,18 +7,24 @@
 
 Its masks become options of `sandbox.attention` where possible: causal, a sliding window, and padding, left
 or right, as a mask of one row; softcaps, learned sinks and position biases too. Any other mask is read as it is.
+
+Continuous batching: model.set_attn_implementation("paged|sandbox"), then model.generate_batch(…). Keys are read from
+the pages of its cache, without gathering them. CUDA graphs and asynchronous batches are off unless its
+ContinuousBatchingConfig has use_cuda_graph=True and use_async_batching=True.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from ..api.attention import attention
+from ..api.attention import attention, attention_paged, attention_varlen
 from ..core.errors import UnsupportedProblem
+from ..core.normalise import cdiv
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -28,9 +34,10 @@ if TYPE_CHECKING:
 def register(
     name: str = "sandbox", kernel: str | Kernel | None = None, tile: Tile | str | Mapping[str, int] | None = None
 ) -> None:
-    """Makes `name` an attn_implementation, whose forward is `kernel` with `tile`, by default what `attention` chooses.
-    Registering again replaces it, also for models that are there already."""
+    """Makes `name`, and "paged|" and `name`, an attn_implementation, whose forward is `kernel` with `tile`, by default
+    what `attention` chooses. Registering again replaces it, also for models that are there already."""
     AttentionInterface.register(name, partial(_attend, kernel=kernel, tile=tile))
+    AttentionInterface.register(f"paged|{name}", partial(_attend_pages, kernel=kernel, tile=tile))
     AttentionMaskInterface.register(name, _mask)
 
 
@@ -42,7 +49,7 @@ def _attend(
 ) -> tuple[Any, None]:  # fmt: skip
     """(out, no weights), out (B, Sq, H, D), of query (B, H, Sq, D), key and value (B, Hk, Sk, D)."""
     if cache is not None:
-        raise UnsupportedProblem("a paged cache of transformers is not supported: use its default cache")
+        raise UnsupportedProblem('a paged cache is not supported by "sandbox": use "paged|sandbox"')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"causal": bool(causal)}
     if sliding_window is not None:
@@ -59,6 +66,64 @@ def _attend(
         **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+class _Pages(NamedTuple):
+    """What the layers of a group have in common in a step: the pages of each sequence, (B, most) int32, and its numbers
+    of keys, (B,) int32, with those of the step."""
+
+    block_table: Any
+    key_lengths: Any
+
+
+_PAGES: WeakKeyDictionary[Any, dict[int, _Pages]] = WeakKeyDictionary()  # by cache, then by group of layers
+
+
+def _attend_pages(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cache: Any = None, cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None, max_seqlen_q: int = 0, max_seqlen_k: Any = 0, read_index: Any = (),
+    write_index: Any = (), scaling: float | None = None, softcap: float | None = None, s_aux: Any = None,
+    kernel: Any = None, tile: Any = None, **others: Any,
+) -> tuple[Any, None]:  # fmt: skip
+    """(out, no weights), out (1, total_q, H, D), of the packed sequences of a step: query (1, H, total_q, D), and key
+    and value (1, Hk, total_q, D), which it appends to the cache.
+
+    Sliding windows are caches that overwrite their oldest keys, from which transformers gathers; and a step of whole
+    prompts has all its keys in `key`: both are ragged batches.
+    """
+    if cache is None:
+        raise UnsupportedProblem('"paged|sandbox" without a paged cache is not supported: use "sandbox"')
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    window = cache.sliding_windows[module.layer_idx]  # 1: none
+    if isinstance(cu_seq_lens_k, dict):
+        kind = "full_attention" if window == 1 else "sliding_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    options: dict[str, Any] = {"causal": True, "scale": scaling, "kernel": kernel, "tile": tile}
+    options |= {"softcap": softcap} if softcap else {}
+    options |= {"sink": s_aux.float()} if s_aux is not None else {}
+    q = query[0].transpose(0, 1)
+    if window != 1 or not read_index[group].numel():
+        options |= {"window": (window - 1, 0)} if window != 1 else {}
+        k, v = cache.update(key, value, module.layer_idx, read_index, write_index)
+        return attention_varlen(q, k, v, cu_seq_lens_q, cu_seq_lens_k, **options)[None], None
+    for rows, new in ((cache.key_cache[layer], key), (cache.value_cache[layer], value)):
+        rows.index_copy_(0, write_index[group], new[0].transpose(0, 1))
+    k, v = (x[layer].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
+    steps = _PAGES.setdefault(cache, {})
+    if layer == 0:  # the first layer of the group
+        steps[group] = _pages(read_index[group], cu_seq_lens_k, max_seqlen_k, cache.block_size)
+    if max_seqlen_q == 1 and len(q) == len(cu_seq_lens_q) - 1:  # one query per sequence: a dense batch
+        return attention_paged(q[:, :, None], k, v, *steps[group], **options)[None, :, :, 0], None
+    return attention_paged(q, k, v, *steps[group], cu_seqlens_q=cu_seq_lens_q, **options)[None], None
+
+
+def _pages(rows: Any, cu_seqlens: Any, most: int, block_size: int) -> _Pages:
+    """The pages of each sequence. rows: of the cache, of every key of all sequences, which begin at cu_seqlens. The
+    table's width is a power of two: calls with other shapes need other plans."""
+    width = 1 << max(cdiv(most, block_size) - 1, 0).bit_length()
+    first_rows = cu_seqlens[:-1, None] + block_size * (rows.new_ones(width).cumsum(0) - 1)
+    table = rows[first_rows.clamp_(max=len(rows) - 1)] // block_size
+    return _Pages(table.int(), cu_seqlens.diff())
 
 
 def _mask(

@@ -72,3 +72,25 @@ def test_greedy_decoding(config) -> None:
         model = made(config, "sandbox")
         found = model.generate(**inputs, max_new_tokens=6, do_sample=False, cache_implementation=cache)
         assert torch.equal(found, expected)
+
+
+PAGED_CONFIGS = {name: config for name, config in CONFIGS.items() if name != "GPT-2"}  # "paged|eager" does not take it
+
+
+@pytest.mark.parametrize("config", PAGED_CONFIGS.values(), ids=PAGED_CONFIGS)
+def test_continuous_batching(config) -> None:
+    """Prompts in chunks and single tokens in one batch, over pages; sliding windows overwrite their oldest keys."""
+    from transformers.generation import ContinuousBatchingConfig
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 64, (n,), generator=generator).tolist() for n in (13, 5, 40, 1)]
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    found = {}
+    for name in ("paged|eager", "paged|sandbox"):
+        batching = ContinuousBatchingConfig(block_size=4, num_blocks=64, max_batch_tokens=24)
+        results = made(config, name).generate_batch(
+            prompts, generation_config=transformers.GenerationConfig(**how), continuous_batching_config=batching
+        )
+        assert [result.error for result in results.values()] == [None] * len(prompts)
+        found[name] = [result.generated_tokens for result in results.values()]
+    assert found["paged|sandbox"] == found["paged|eager"]
