@@ -40,7 +40,9 @@ def most_keys(p: Problem) -> int:
 
 
 def pure(p: Problem) -> bool:
-    """Whether no score option is used; the batch may be ragged."""
+    """Whether no score option is used; the batch may be ragged or paged."""
+    if p.page_size:  # key_lengths belongs to pages
+        p = replace(p, lengths=(), page_size=0, pages=0, key_lengths=False)
     return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
 
 
@@ -96,7 +98,7 @@ def best(p: Problem) -> tuple[int, int]:
     short = p.Sq < (4096 if p.causal else 2048)
     if p.block_map[3]:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
-    if p.ragged and not simple:
+    if p.ragged and (not simple or (p.page_size and width > 64)):  # 192 rows with pages spill 24 bytes at D = 128
         return 128, 64 if width > 128 else 128
     if p.Dv <= 128 < p.D <= 192 and most_keys(p) >= 128 and not p.bias_tiles:
         return 128, 128  # experiment 024
@@ -128,6 +130,7 @@ kernel = Kernel(
     rung=4,
     default=True,
     ragged=True,
+    paged=True,
     summary="Hopper's warpgroup MMA, fed by TMA: warp-specialised, persistent, ping-pong consumers",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),

@@ -1,6 +1,11 @@
-// How fwd_wgmma loads a tile of K or V: by TMA, into a stage of its pipeline.
+// How fwd_wgmma loads a tile of K or V: by TMA, into a stage of its pipeline. Keys in pages: in boxes of PAGE_BOX keys,
+// each of which is in one page.
 #pragma once
 #include "fwd_tiles.cuh"
+
+__device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
+constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
+static_assert(PAGE_BOX % 8 == 0, "a box begins where the swizzle does");
 
 // Loads the key tiles of one work tile; used by one thread. WorkTileRange::load_key_tiles calls load_K and load_V.
 struct KeyTileLoader {
@@ -42,7 +47,18 @@ struct KeyTileLoader {
     template <class KeyPipeline>
     __device__ __forceinline__ void load_tile(unsigned i, const TensorMap& map, const View<const dtype>& tensor, int n0,
                                               unsigned more = 0) const {
+#if PAGE_SIZE
+        const SmemAddr full = KeyPipeline::full(base, stage_of(i));
+        mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + more);
+#pragma unroll 1
+        for (int row = 0; row < BLOCK_N; row += PAGE_BOX) {
+            const int2 box = sequence.template page_box<PAGE_BOX>(n0 + row);
+            KeyPipeline::Tile::load_packed(base + KeyPipeline::tile_at(i) + row * 128, map, box.x,
+                                           tensor.stride_h ? h : 0, box.y, full);
+        }
+#else
         KeyPipeline::load(base, i, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
                           sequence.key_batch(tensor.stride_b ? b : 0), more);
+#endif
     }
 };

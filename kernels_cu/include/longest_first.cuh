@@ -68,8 +68,8 @@ struct QueryTiles {  // the query tiles of one sequence and head, sorted by the 
     // Length of the longest tile, given the sequence lengths.
     static __device__ __forceinline__ int longest(int, int Sk) { return Sk; }
     // Heads per L2 head group.
-    static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group) {
-        return HEAD_GROUP_ROWS * group / (score.rows_k + 1) + 1;
+    static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned keys) {
+        return HEAD_GROUP_ROWS * group / (keys + 1) + 1;
     }
 };
 
@@ -87,7 +87,7 @@ struct KeyTiles {  // the key tiles of one sequence and head, sorted by the numb
     }
     __device__ __forceinline__ int first(int reaching_next, int) const { return reaching_next; }
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
-    static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group) {
+    static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
         // dQ_accum is in L2, too, so the group has a quarter of the heads (16 x 512: +1.9%, random lengths up to 883:
         // +2.7%, D = 64: -0.7%). Not if L2 holds 7 heads or more (4 x 512: +4.3%).
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
@@ -121,6 +121,15 @@ struct LongestFirst {
 #pragma unroll 1
         for (int b0 = 0; b0 < score.sequences; b0 += 32) tiles += Tiles(score, extent_of(b0)).tiles_reaching(bucket);
         return __reduce_add_sync(0xffffffffu, tiles);
+    }
+
+    // Keys of all sequences. With pages they are estimated from the first 32 sequences.
+    __device__ __forceinline__ unsigned keys() const {
+#if RAGGED_KEYS
+        return score.rows_k;
+#else
+        return __reduce_add_sync(0xffffffffu, own.Sk) * ((score.sequences + 31) / 32);
+#endif
     }
 
     struct Located {
@@ -176,7 +185,7 @@ struct LongestFirst {
     __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned group) const {
         const unsigned all = count(-1);
         if (number >= all * heads) return {-1};
-        const unsigned head_group = min(Tiles::head_group(score, group), heads);
+        const unsigned head_group = min(Tiles::head_group(score, group, keys()), heads);
         unsigned first = 0;
 #pragma unroll 1
         while (heads - first > 2 * head_group && number >= head_group * all)

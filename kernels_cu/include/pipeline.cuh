@@ -52,8 +52,9 @@ struct Pipeline {
 };
 
 // A pipeline of STAGES tiles (Swizzled), which are at byte TILES_AT of shared memory.
-template <class Tile, unsigned TILES_AT, unsigned BARRIERS_AT>
+template <class Tile_, unsigned TILES_AT, unsigned BARRIERS_AT>
 struct TilePipeline : Pipeline<BARRIERS_AT> {
+    using Tile = Tile_;
     // Offset of tile i in shared memory.
     static __device__ __forceinline__ unsigned tile_at(unsigned i) { return TILES_AT + stage_of(i) * Tile::BYTES; }
     // Producer: loads tile i, from row s of head (b, h), into the acquired stage. more: bytes of other loads

@@ -88,9 +88,9 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #endif
 }
 
-#if RAGGED_KEYS
+#if RAGGED
 // Offsets and lengths of a sequence, as read by the constructor of SeqlenInfo. all_keys: its rows of K, of which Sk are
-// valid.
+// valid. With pages there is no first key.
 struct SeqlenOffsets {
     int first_query, Sq, first_key, all_keys, Sk;
 };
@@ -165,6 +165,11 @@ struct SeqlenInfo {
         : score(score), b(b), Sq(known.Sq), Sk(known.Sk), diagonal(score.bottom_right ? known.Sk - known.Sq : 0),
           first_query(known.first_query), first_key(known.first_key), all_keys(known.all_keys) {}
     __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
+#elif RAGGED
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets known)
+        : score(score), b(b), Sq(known.Sq), Sk(known.Sk), diagonal(score.bottom_right ? known.Sk - known.Sq : 0),
+          first_query(known.first_query) {}
+    __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, 0, Sk, Sk}; }
 #endif
 
     // ---- queries
@@ -231,6 +236,15 @@ struct SeqlenInfo {
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         const KeyAddress address = key_address(static_cast<int>(j));
         return tensor.row(address.entry, h, address.row);
+    }
+    // TMA coordinates (row, batch entry) of a box of ROWS keys from key j on, which are in one page. They are those of
+    // a ragged batch (query_box below), with the rows of all pages as rows: keys from Sk on are outside of the map.
+    template <int ROWS>
+    __device__ __forceinline__ int2 page_box(int j) const {
+        if (j >= Sk) return {0, 0};
+        const KeyAddress address = key_address(j);
+        const int keys = min(Sk - j, ROWS);
+        return {-keys, address.entry * PAGE_SIZE + static_cast<int>(address.row) + keys};
     }
     template <class T>
     __device__ __forceinline__ KeyRows<T> rows_of_keys(const View<T>& tensor, int h) const {

@@ -187,7 +187,11 @@ __device__ __forceinline__ void clear_tile_counter(unsigned* tile_counter, const
     const int b = threadIdx.x;  // prefetch the first offsets, which all blocks read at once
     if (b <= score.sequences) {
         prefetch_L2(score.cu_seqlens_q + b * score.cu_seqlens_q_stride_b);
+#if RAGGED_KEYS
         prefetch_L2(score.cu_seqlens_k + b * score.cu_seqlens_k_stride_b);
+#else
+        prefetch_L2(score.key_lengths + b * score.key_lengths_stride_b);
+#endif
     }
 #endif
 }

@@ -78,14 +78,19 @@ constexpr int RAGGED_ROWS = 1 << 30;
 
 // Loads the box at column d, row s of head (b, h); elements out of bounds become zeros. The bytes of the box count
 // towards the barrier's transactions when they have arrived.
-__device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
-                                         SmemAddr barrier) {
-#if RAGGED
+// tma_load_packed: from packed rows, with coordinates as in a ragged batch.
+__device__ __forceinline__ void tma_load_packed(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
+                                                SmemAddr barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS)
         : "memory");
+}
+__device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
+                                         SmemAddr barrier) {
+#if RAGGED
+    tma_load_packed(to, map, d, s, h, b, barrier);
 #else
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "

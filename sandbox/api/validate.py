@@ -58,6 +58,8 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     fields |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in options.gradients, out_dtype=fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
     memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
+    if BLOCK_TABLE in views:
+        memory["mappable"] &= all(_adjacent_pages(view) for view in (k, v))
     if "bias" in views:
         memory["bias_boxes"] = boxes(views["bias"])
     fields |= {"causal": causal, "scale": options.scale, "latent": _latent(views), **memory}
@@ -70,6 +72,11 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
 def _is_dtype_of_keys(dtype: str, other: str, of_values: bool) -> bool:
     """Whether k can have `dtype` beside queries of dtype `other`, or v beside keys of dtype `other` (`of_values`)."""
     return dtype == other or (dtype in FLOAT8 and other in (FLOAT8 if of_values else OF_16_BITS))
+
+
+def _adjacent_pages(view: ArrayView) -> bool:
+    """Whether the rows of all pages (pages, Hk, page_size, D) have one stride."""
+    return view.shape[0] <= 1 or view.strides[0] == view.shape[2] * view.strides[2]
 
 
 def _latent(views: Mapping[str, ArrayView]) -> bool:

@@ -30,9 +30,13 @@ def unsupported_by_wgmma(p: Problem, arch: Arch | None, otherwise: str) -> str |
     if reason := unsupported_by_cp_async(p, otherwise):
         return reason
     if not p.mappable:
-        return "strides that are negative, or 0 in S, are not supported by TMA: pass contiguous copies"
+        return "strides that are negative, or 0 in S, or gaps between pages are not supported by TMA: pass copies"
     if p.ragged and max(p.rows) > 2**30:
         return f"ragged={p.ragged} is not supported: q and k may have at most 2^30 rows each; split the batch"
+    if p.page_size % 8:
+        return f"page_size={p.page_size} is not supported: TMA needs pages of a multiple of 8 keys (use fwd_mma)"
+    if p.pages * p.page_size > 2**30:
+        return f"pages={p.pages} of {p.page_size} keys are not supported: the limit is 2^30 keys in all (use fwd_mma)"
     if p.batches * p.H * p.query_tiles(64) >= 2**31:
         tiles = p.batches * p.H * p.query_tiles(64)
         return f"{p} is not supported: it has {tiles} tiles of 64 rows, the limit is 2^31 - 1; split the batch"

@@ -6,6 +6,7 @@ A map contains the tensor's address: a launch on another address needs another m
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -152,8 +153,12 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     index RAGGED_ROWS, subtracts the additional RAGGED_ROWS row strides: addresses are sums modulo 2^64, and
     2^34 * RAGGED_ROWS is 0. The map starts at the tensor's address, because copies from a map that starts outside of an
     allocation fault. (Triton's ragged descriptors use the same idea.)
+
+    Keys in pages are the rows of all pages, one after the other. A box is in one page, and must end where the keys of
+    its batch entry end. Latent keys have the plain map of (pages, Hk, page_size, D).
     """
     of_keys = name in ("K", "V", "dK", "dV")
+    in_pages = of_keys and p.page_size and not p.latent
     itemsize, width = ITEMSIZE[p.dtype_of(name)], p.Dv if name in ("V", "O", "dO", "dV") else p.D
     entries, heads, length = p.key_shape if of_keys else (p.B, p.H, p.Sq)
     size = [width, length, heads, entries]
@@ -161,14 +166,16 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
         size = [*reversed(p.bias)]
     strides = (0,) * (4 - len(tensor.strides)) + tuple(tensor.strides)
     stride = [s * itemsize for s in reversed(strides[:3])]
-    if there := p.ragged and p.rows[of_keys]:
+    if in_pages:
+        rows = math.gcd(rows, p.page_size)
+    if there := p.pages * p.page_size if in_pages else p.ragged and p.rows[of_keys]:
         stride[0] = stride[0] if there > 1 else _BOX_BYTES
         size = [width, RAGGED_ROWS, heads, there + 1, RAGGED_ROWS + 1]
         stride = [*stride[:2], stride[0], 2**34 - stride[0]]
     for i, dimension in enumerate(("S", "H", "B")):
         if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel always uses index 0
             size[i + 1], stride[i] = min(size[i + 1], 1), _BOX_BYTES
-        elif 0 not in size and not 0 < stride[i] < (2**34 if p.ragged else 2**40):
+        elif 0 not in size and not 0 < stride[i] < (2**34 if there else 2**40):
             raise UnsupportedProblem(
                 f"{name} with a stride of {stride[i] // itemsize} elements in {dimension} is not supported: a tensor "
                 f"map needs positive strides (pass a contiguous copy, or choose another kernel)"

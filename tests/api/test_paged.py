@@ -209,7 +209,7 @@ def test_few_queries_per_sequence_choose_the_decoding_kernel() -> None:
     tokens = sandbox.Problem(64, 8, 0, 4096, 128, Hk=2, dtype="bfloat16", page_size=16, ragged=(80, 0))
     prompts = dataclasses.replace(tokens, ragged=(8192, 0))
     chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (tokens, prompts)]
-    assert chosen == ["fwd_decode", "fwd_mma"]
+    assert chosen == ["fwd_decode", "fwd_wgmma"]
 
 
 @pytest.mark.parametrize(

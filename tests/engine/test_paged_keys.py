@@ -163,6 +163,45 @@ def test_float8_pages(name: str, page_size: int, ragged: bool, device: Device) -
     assert result.ok, f"{problem}: {result}"
 
 
+HOPPER = (
+    {"B": 2, "Sq": 5, "Sk": 160, "D": 64, "page_size": 16, "pages": 25},
+    {"B": 2, "Sq": 140, "Sk": 384, "D": 128, "page_size": 32, "pages": 30, "causal": False},
+    {"B": 2, "Sq": 140, "Sk": 512, "D": 64, "page_size": 256, "Hk": 4},
+    {"D": 64, "page_size": 16, "lengths": ((150, 150), (2, 1), (1, 300), (0, 33))},
+    {"D": 128, "page_size": 64, "lengths": ((70, 95), (1, 130), (200, 200)), "window": (40, 0)},
+    {"D": 128, "page_size": 128, "lengths": ((1, 0), (40, 95), (3, 140)) * 12, "causal": False, "softcap": 3.0},
+    {"D": 256, "page_size": 8, "lengths": ((70, 95), (1, 130), (200, 200))},
+    {"D": 80, "Dv": 48, "page_size": 24, "lengths": ((70, 95), (9, 50))},
+)
+
+
+@pytest.mark.parametrize("fields", HOPPER, ids=lambda fields: f"{fields['page_size']}-D{fields['D']}")
+@pytest.mark.sampled(2)
+def test_boxes_of_pages(fields: dict[str, Any], device: Device) -> None:
+    """fwd_wgmma: boxes smaller than a page and as large, of dense and ragged queries, of more sequences than a warp has
+    lanes. Rows beyond a sequence's keys are NaN: they must not arrive, or the fallback would compute all rows again."""
+    dtype = ("float16", "bfloat16")[HOPPER.index(fields) % 2]
+    problem = Problem(**{"B": 0, "H": 4, "Hk": 2, "Sq": 0, "Sk": 0, "dtype": dtype, "causal": "bottom-right", **fields})
+    kernel = registry.get("fwd_wgmma")
+    result = check.verify(kernel, Case("boxes of pages", problem), device)
+    assert result.ok, f"{problem}: {result}"
+
+
+def test_pages_with_gaps_are_read_by_fwd_mma() -> None:
+    """A tensor map has one stride for the rows of all pages."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 4, 70, 64)).astype(np.float16)
+    both = rng.standard_normal((6, 2, 16, 2, 64)).astype(np.float16)  # K and V of a page side by side
+    table, lengths = np.array([[4, 1, 5, 0, 2]], np.int32), np.array([75], np.int32)
+    options = {"causal": True, "kernel": "fwd_wgmma"}
+    with pytest.raises(UnsupportedProblem, match="gaps between pages are not supported by TMA"):
+        sandbox.attention_paged(q, both[:, 0], both[:, 1], table, lengths, **options)
+    pages = [np.ascontiguousarray(both[:, i]) for i in range(2)]
+    out = sandbox.attention_paged(q, *pages, table, lengths, **options)
+    other = sandbox.attention_paged(q, both[:, 0], both[:, 1], table, lengths, causal=True, kernel="fwd_mma")
+    assert np.abs(out.astype(np.float32) - other).max() < 2e-3
+
+
 def test_float8_keys_are_read_at_as_many_bytes() -> None:
     """Tiles with as many bytes in flight as with float8 queries, and selected as with 16-bit keys."""
     problem = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="bfloat16", kv_dtype="float8_e4m3")
@@ -278,7 +317,7 @@ def test_a_paged_problem_survives_a_round_trip() -> None:
     assert PAGED.key_lengths
     assert not PAGED.plain
     assert "page_size=16" in str(PAGED)
-    assert "paged keys are not supported" in str(registry.get("fwd_wgmma").why_unsupported(PAGED))
+    assert "paged keys are not supported" in str(registry.get("fwd_decode_wgmma").why_unsupported(PAGED))
     ragged = dataclasses.replace(PAGED, lengths=((5, 33), (0, 160)), pages=0)
     assert Problem.from_json(ragged.as_json()) == ragged
     assert (ragged.B, ragged.Sq, ragged.Sk, ragged.rows, ragged.pages) == (2, 5, 160, (5, 160), 20)

@@ -26,18 +26,24 @@ inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
 struct alignas(64) TensorMap : cpu::TensorMap {};
 static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
 
-#if RAGGED
 constexpr int RAGGED_ROWS = 1 << 30;
+#if RAGGED
+constexpr int OWN_ROWS = RAGGED_ROWS;
 #else
-constexpr int RAGGED_ROWS = 0;
+constexpr int OWN_ROWS = 0;
 #endif
 
-inline void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
+inline void tma_load_packed(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier,
+                            SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
     cpu::sandbox_tma_load(to, &map, at, barrier, site);
 }
+inline void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
+    const int at[cpu::MAP_RANK] = {d, s + OWN_ROWS, h, b, OWN_ROWS};
+    cpu::sandbox_tma_load(to, &map, at, barrier, site);
+}
 inline void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from, SANDBOX_SITE) {
-    const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
+    const int at[cpu::MAP_RANK] = {d, s + OWN_ROWS, h, b, OWN_ROWS};
     cpu::sandbox_tma_store(from, &map, at, site);
 }
 inline void tma_reduce_add(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
