@@ -34,10 +34,10 @@
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / 16;
-constexpr int KEY_BYTES = sizeof(dtype_k);                        // per element of K and V
+constexpr int KEY_BYTES = sizeof(dtype_k);                           // per element of K and V
 constexpr int CHUNK = 16 / KEY_BYTES, Q_CHUNK = 16 / sizeof(dtype);  // elements per 16 bytes
-constexpr int STEP_D = 2 * CHUNK;                                 // columns per MMA step of S, and per fragment of V
-constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;  // columns >= HEAD_DIM are zeros
+constexpr int STEP_D = 2 * CHUNK;                                    // columns per MMA step of S, and per fragment of V
+constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;     // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
 constexpr int Q_COLUMNS = D_PAD * sizeof(dtype) / 2, K_COLUMNS = D_PAD * KEY_BYTES / 2,
               V_COLUMNS = DV_PAD * KEY_BYTES / 2;  // of 16 bits

@@ -22,7 +22,7 @@
 
 constexpr unsigned THREADS = 32 * WARPS;
 constexpr int M_TILES = BLOCK_M / (16 * WARPS), WARP_ROWS = 16 * M_TILES;
-constexpr int STEP_D = 32 / sizeof(dtype_k);  // columns per MMA step of S, and per fragment of V
+constexpr int STEP_D = 32 / sizeof(dtype_k);                      // columns per MMA step of S, and per fragment of V
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;  // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
 constexpr int K_COLUMNS = D_PAD * sizeof(dtype_k) / 2, V_COLUMNS = DV_PAD * sizeof(dtype_v) / 2;  // of 16 bits
@@ -288,12 +288,12 @@ struct ConsumerWarp {
 };
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
-    const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<const dtype_v> V,  // (B, Hk, Sk, HEAD_DIM_V)
-    const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,                                   // (B, H, Sq), contiguous
-    int group,                                    // H / Hk
+    const __grid_constant__ View<dtype> O,          // (B, H, Sq, HEAD_DIM_V)
+    float* LSE,                                     // (B, H, Sq), contiguous
+    int group,                                      // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -321,7 +321,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
 
     TIMELINE(store);
     if (O_ROW > Q_ROW) __syncthreads();  // every warp has read Q before rows of O, which are wider, overwrite it
-    __syncwarp();                      // every lane has read the warp's own rows of Q before O overwrites them
+    __syncwarp();                        // every lane has read the warp's own rows of Q before O overwrites them
     char* const O_warp = O_ROW == Q_ROW ? Q_warp : smem + warp * WARP_ROWS * O_ROW;
     consumer.stage_O_and_store_LSE(O_warp, LSE, h, lane);
     __syncwarp();  // the warp's rows of O are complete before its lanes copy them in 16-byte chunks

@@ -2,9 +2,9 @@
 #pragma once
 #include "timeline.cuh"
 
-// Element types: `dtype` of Q, `dtype_k` of K, `dtype_v` of V, `dtype_o` of O. They differ only with float8. FLOAT8: Q, K
-// and V are float8. FLOAT8_KEYS: K and V are, Q may be. The compiler options (sandbox/engine) define DTYPE_float16 and so
-// on. Arithmetic is in fp32.
+// Element types: `dtype` of Q, `dtype_k` of K, `dtype_v` of V, `dtype_o` of O. They differ only with float8. FLOAT8: Q,
+// K and V are float8. FLOAT8_KEYS: K and V are, Q may be. The compiler options (sandbox/engine) define DTYPE_float16
+// and so on. Arithmetic is in fp32.
 __device__ __forceinline__ float to_float(float x) { return x; }
 #if defined(DTYPE_float8_e4m3) || defined(DTYPE_float8_e5m2)
 #define FLOAT8 1

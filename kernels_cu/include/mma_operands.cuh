@@ -5,8 +5,8 @@
 //   Q 16 bits, K and V float8    S: m16n8k16 of Q's dtype, to which K is converted (exact); O as with float8
 //
 // K and V are converted after the load from shared memory. The order in which S sums over columns is arbitrary: a
-// register of float8 K has columns 4q .. 4q + 3, which take the places 2q, 2q + 1, 2q + 8 and 2q + 9 of the MMA, in K and
-// in Q.
+// register of float8 K has columns 4q .. 4q + 3, which take the places 2q, 2q + 1, 2q + 8 and 2q + 9 of the MMA, in K
+// and in Q.
 //
 // With float8 V, an accumulator of O has the even columns of 16, and the next one the odd columns.
 #pragma once
