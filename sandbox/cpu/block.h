@@ -235,7 +235,7 @@ struct Block {
     bool check_completed();
     void write_read_stores(const Fiber* by = nullptr);
     void set_waits_for_blocks(bool now);
-    bool wake(State state, const char* mbarrier, unsigned number);  // whether any fiber waited for it
+    void wake(State state, const char* mbarrier, unsigned number);
     void explain_deadlock();
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
 };

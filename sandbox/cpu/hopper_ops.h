@@ -54,7 +54,7 @@ void end_phase(Block& block, char* at) {
     if (barrier.missing || barrier.bytes) return;
     barrier.parity ^= 1;
     barrier.missing = barrier.expected;
-    barrier.observed = block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
+    block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
 }
 
 void check_fenced(uint64_t begin, uint64_t end, const char* what, Site site) {
@@ -80,17 +80,14 @@ void block_until(State state, Site site) {
 
 }  // namespace
 
-bool Block::wake(State state, const char* mbarrier, unsigned number) {
-    bool any = false;
+void Block::wake(State state, const char* mbarrier, unsigned number) {
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
         if (fiber.state != state) continue;
         if (state == State::at_mbarrier && (fiber.mbarrier != mbarrier || fiber.parity != number)) continue;
         if (state == State::at_named_barrier && fiber.named_barrier != number) continue;
         fiber.state = State::ready;
-        any = true;
     }
-    return any;
 }
 
 // One scheduling step: completes the TMA loads that are due. If no fiber is ready, advances to the first load that is
@@ -213,7 +210,6 @@ extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
     barrier.magic = Mbarrier::MAGIC;
     barrier.parity = 0;
     barrier.expected = barrier.missing = arrivals;
-    barrier.observed = true;
     barrier.bytes = 0;
     current->hopper.mbarrier_inits.add() = {at, site};
     current->hopper.proxies.write(at - current->smem.dynamic, at + 8 - current->smem.dynamic, thread_of(self()));
@@ -229,13 +225,6 @@ extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
             "pending: a wait before this arrival is missing, or it waits for an mbarrier with too small a count",
             init.file, init.line);
     }
-    if (!barrier.observed) {
-        const Site init = current->hopper.init_of(at);
-        trap(site,
-             "too many arrivals at the mbarrier that is initialised for %u at %s:%d: its last phase has ended and no "
-             "thread has waited for it",
-             static_cast<unsigned>(barrier.expected), init.file, init.line);
-    }
     release(at);
     Proxies& proxies = current->hopper.proxies;
     proxies.release(proxies.mbarrier(at), thread_of(self()));
@@ -250,9 +239,7 @@ extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {
     fiber.mbarrier = at;
     fiber.parity = parity;
     if (parity > 1) trap(site, "parity %u of an mbarrier wait: it must be 0 or 1", parity);
-    Mbarrier& barrier = mbarrier_at(at, site);
-    if (barrier.parity == parity) block_until(State::at_mbarrier, site);
-    else barrier.observed = true;
+    if (mbarrier_at(at, site).parity == parity) block_until(State::at_mbarrier, site);
     acquire(at);
     Proxies& proxies = current->hopper.proxies;
     proxies.acquire(proxies.mbarrier(at), thread_of(fiber));
