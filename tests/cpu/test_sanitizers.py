@@ -160,7 +160,7 @@ def test_tma_and_wgmma_operands_must_be_written(case: str, tmp_path: Path) -> No
     """A pending TMA load, and a partly written operand of wgmma."""
     old, new, message = UNWRITTEN[case]
     kernel = registry.get("fwd_wgmma_fp8")
-    source = changed(tmp_path, lambda text: text.replace(old, new), kernel.source)
+    source = kernel_copy(kernel, tmp_path, "fwd_load_fp8.cuh", lambda text: text.replace(old, new))
     report = run_kernel("uninitialised", kernel, Problem(1, 1, 64, 64, 64, dtype="float8_e4m3"), source)
     assert message in report.text, report.text
     assert "before anything was written there" in report.text

@@ -325,7 +325,7 @@ def test_the_first_block_stores_dq(
     """
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
     filled = trial._filled
-    ones = lambda shape, dtype: np.ones(shape, dtype) if dtype == "float32" else filled(shape, dtype)  # noqa: E731
+    ones = lambda shape, dtype, *fill: np.ones(shape, dtype) if dtype == "float32" else filled(shape, dtype, *fill)  # noqa: E731
     monkeypatch.setattr(trial, "_filled", ones)
     problem = Problem(1, 1, Sq, Sk, D, Dv=Dv, dtype="float16", **options)
     result = check.verify(registry.get("bwd_wgmma"), Case("first", problem), device)

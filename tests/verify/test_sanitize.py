@@ -74,11 +74,11 @@ FAULTS = {
     "missing wait": (
         "fwd_mma", "        cp_async_wait<0>();\n        __syncthreads();  // all threads' loads",
         "        __syncthreads();  // all threads' loads", "address",
-        "shared memory used while a cp.async to it by thread 0 has not been waited for", "ldmatrix_x4(state.Q[",
+        "shared memory used while a cp.async to it by thread 0 has not been waited for", "",
     ),
     "deleted barrier": (
         "fwd_mma", "__syncthreads();  // all threads' loads of tile j", "// all threads' loads of tile j", "thread",
-        "against previous write of 8 bytes at fwd_mma.cu", "cp_async_tile<BLOCK_N, D_PAD, THREADS>(stage, K_rows",
+        "against previous write of 8 bytes at fwd_mma.cu", "",
     ),
     "uninitialised, by ldmatrix": (
         "fwd_mma", "            tiles.load_next(j);\n", "", "uninitialised",

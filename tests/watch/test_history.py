@@ -34,6 +34,7 @@ def test_texts_are_the_source_the_spec_and_the_headers() -> None:
             "mask",
             "ptx",
             "reduce",
+            "score",
             "score_mod",
             "seqlen",
         ),
