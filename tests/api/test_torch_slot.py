@@ -404,6 +404,24 @@ def test_the_debug_mask_is_the_dropout_that_was_applied(causal: bool) -> None:
         assert (a - b).abs().max() < 1e-3 * b.abs().max()
 
 
+@pytest.mark.parametrize("mode", [None, "error", "warn"])
+def test_deterministic_algorithms_select_a_deterministic_backward(
+    mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With warn_only=True, too, where the backward of PyTorch's flash attention warns that it is not deterministic."""
+    chosen, theirs = [], torch_slot.run_backward
+    monkeypatch.setattr(
+        torch_slot, "run_backward", lambda arrays, options: (chosen.append(options), theirs(arrays, options))[1]
+    )
+    try:
+        torch.use_deterministic_algorithms(mode is not None, warn_only=mode == "warn")
+        with sandbox.use_in_torch(**EXACT):
+            both(sdpa, tensors(2, 2, 2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [options.deterministic for options in chosen] == [mode is not None]
+
+
 def test_a_debug_mask_of_a_ragged_batch_is_refused() -> None:
     """Even where PyTorch has a kernel: our backward would follow, and drop other elements."""
     x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
