@@ -18,6 +18,7 @@ kernel = Kernel(
     summary="block sparsity: which tiles a mask or a condition leaves partly or fully visible",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
+    float8_keys=True,  # it reads no keys
     default=True,
     tiles=(Tile(BLOCK_M=64, BLOCK_N=512),),  # one word of the map
     grid=grid,

@@ -48,6 +48,7 @@ UNEVEN = Score(
         {"mask": (2, 1, 1, 300)},
         {"mask": (2, 1, 200, 300), "score": Score(mask="far(h) < j", tensors={"far": TensorLike((2,), "int32")})},
         {"score": Score(mask="j <= i + 30"), "key_lengths": True, "causal": "bottom-right"},
+        {"mask": (1, 1, 200, 300), "kv_dtype": "float8_e4m3", "descale": (1.0, (1, 2), 0.5)},
         {},
     ],
     ids=str,
