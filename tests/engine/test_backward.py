@@ -14,10 +14,11 @@ import pytest
 import sandbox
 from sandbox import reference, spec
 from sandbox.core import registry
-from sandbox.engine import choose
+from sandbox.engine import choose, pipeline
 from sandbox.launch import dlpack
+from sandbox.launch.arguments import scratch_of
 from sandbox.launch.dlpack import HOST, Device
-from sandbox.spec import Entry, Kernel, Tile
+from sandbox.spec import Entry, Kernel, Problem, Tile
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of
 
@@ -271,9 +272,16 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+def declared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:
+    """Bytes of each scratch that the spec declares, rounded up to 512 as in the array that contains all of them."""
+    tile = pipeline.tile_on(device, kernel, problem, tuned=True)
+    return {name: -(-4 * math.prod(shape) // 512) * 512 for name, shape in scratch_of(kernel, problem, tile).items()}
+
+
 @pytest.mark.parametrize("kernel", [*BACKWARD, None], ids=lambda kernel: kernel.name if kernel else "adds")
 def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, allocated: list[int]) -> None:
-    """delta, at most one fp32 accumulator of dQ's shape (of whole tiles), partial dK and dV, and a few counters."""
+    """The declared scratch alone: delta, at most one fp32 accumulator of dQ's shape (of whole tiles) with a few
+    counters, and dK and dV of each query head if the heads of a group are split."""
     kernel = kernel or adds
     dtype = getattr(torch, kernel.dtypes[0])
     dout, q, k, v, out, lse = (torch.from_numpy(x) for x in arrays(1, 2, 128, 64))
@@ -281,18 +289,21 @@ def test_memory_beyond_inputs_and_results(kernel: Kernel | None, adds: Kernel, a
     sandbox.attention_backward(*given, kernel=kernel)
     allocated.clear()
     gradients = sandbox.attention_backward(*given, kernel=kernel)
-    beyond = sum(allocated) - sum(x.nbytes for x in gradients)
-    accumulator = any("dQ_accum" in entry.args for entry in kernel.entries)
-    partial = q.nbytes if kernel.name == "bwd_wgmma_split_group" else 0  # dK and dV in 16 bits; q is in 32
-    counters = beyond - lse.nbytes - accumulator * 4 * q.numel() - partial  # semaphores of a deterministic kernel
+    scratch = declared(kernel, Problem(1, 2, 128, 128, 64, dtype=kernel.dtypes[0]), HOST)
+    assert sum(allocated) - sum(x.nbytes for x in gradients) == sum(scratch.values())
+    assert scratch.pop("delta") == lse.nbytes
+    counters = scratch.pop("dQ_accum", q.nbytes) - q.nbytes  # q is fp32
     assert 0 <= counters <= (q.nbytes // 50 if kernel.scratch else 0), f"{counters} bytes"
+    per_query_head = 2 * 2 * q.numel() if kernel.name == "bwd_wgmma_split_group" else 0  # dK and dV in 16 bits
+    assert scratch.pop("dKV_partials", 0) == per_query_head
+    assert not any(scratch.values()), scratch
     sandbox.reload()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
 def test_gpu_memory_beyond_inputs_and_results(kernel: Kernel) -> None:
-    """The same, as counted by PyTorch's allocator."""
+    """The declared scratch, as counted by PyTorch's allocator."""
     dtype = getattr(torch, kernel.dtypes[-1])
     q, k, v, dout = (torch.randn(2, 8, 1024, 64, device="cuda", dtype=dtype) for _ in range(4))
     out, lse = sandbox.attention_forward(q, k, v)
@@ -302,10 +313,8 @@ def test_gpu_memory_beyond_inputs_and_results(kernel: Kernel) -> None:
     before = torch.cuda.memory_allocated()
     gradients = sandbox.attention_backward(dout, q, k, v, out, lse, kernel=kernel)
     beyond = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
-    accumulator = any("dQ_accum" in entry.args for entry in kernel.entries)
-    counters = 64 + 2 * 8 * 1024 // 32 if kernel.scratch else 0  # tile counters, and two per query tile of 64 rows
-    rounded = 2 * 512  # delta and dQ_accum, to whole steps of the allocator
-    assert beyond <= lse.nbytes + accumulator * 4 * q.numel() + 4 * counters + rounded
+    problem = Problem(2, 8, 1024, 1024, 64, dtype=kernel.dtypes[-1])
+    assert beyond <= sum(declared(kernel, problem, ("cuda", 0)).values())
 
 
 # ---- streams, graphs, the other backend
