@@ -137,7 +137,8 @@ def test_the_sweep_tries_every_option(kernel) -> None:
 
 @pytest.mark.parametrize("name", [name for name in registry.kernels() if is_stored(f"cases/{name}.txt")])
 def test_stored_cases(name: str) -> None:
-    """What the commands run by default: problem, inputs and layout of every case."""
+    """What the commands run by default: problem, inputs and layout of every case, without the cases of options, which
+    follow from their table."""
     kernel = registry.get(name)
     suite = suite_of(kernel)
     arch = kernel.min_arch
@@ -150,7 +151,7 @@ def test_stored_cases(name: str) -> None:
     }
     lines = []
     for group, found in groups.items():
-        texts = [shown(case) for case in found]
+        texts = [shown(case) for case in found if group != "check" or case.problem.plain]
         some = texts if len(texts) < 16 else [*texts[:4], *texts[-2:]]
         lines += [f"{group} {text}"[:160] for text in some]
         lines.append(f"{group}: {len(texts)} in all {hashlib.sha256(repr(texts).encode()).hexdigest()[:16]}")
