@@ -127,7 +127,7 @@ def run(
         )
     others = map(backward, peers) if computes == "backward" else peers
     contenders = {contender.name: contender for contender in (*kernel_contenders(kernels, tiles), *others)}
-    return _measured(list(contenders.values()), problems, computes, mode, limits or Limits(), seed, labels)
+    return run_contenders(list(contenders.values()), problems, computes, mode, limits or Limits(), seed, labels)
 
 
 def need_gpu() -> None:
@@ -164,10 +164,12 @@ def unmeasured(
     return [p for p in problems if not {c.name for c in contenders} <= set(there.get(p, ()))]
 
 
-def _measured(
-    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int,
-    labels: Mapping[str, Any],
+def run_contenders(
+    contenders: list[Contender], problems: Iterable[Problem], computes: str, mode: str, limits: Limits, seed: int = 0,
+    labels: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Row]:  # fmt: skip
+    """`run` for contenders that compute `computes`, on a GPU: a peer's backward is `peers.backward(peer)`."""
+
     def rows(problem: Problem, stopwatch: Stopwatch, setting: Mapping[str, Any]) -> list[Row]:
         inputs = make_inputs(problem, seed, computes=computes)
         return time_contenders(problem, contenders, inputs, stopwatch, limits, {**setting, **labels}, computes)

@@ -81,8 +81,16 @@ class Ladder:
         found = [*map(self.contender, (*self.steps, *self.variants))]
         for name in self.others:
             known = registry.kernels().get(name)
-            found += benchmark.kernel_contenders([known]) if known else [peers.PEERS[name]]
+            found += benchmark.kernel_contenders([known]) if known else [self._peer(name)]
         return found
+
+    def _peer(self, name: str) -> Contender:
+        return peers.backward(peers.PEERS[name]) if self.computes == "backward" else peers.PEERS[name]
+
+    @property
+    def computes(self) -> str:
+        """What the steps compute: "forward" or "backward"."""
+        return self._kernel(self.steps[0]).operation.name
 
     def compile_all(self) -> None:
         """Fills the compile cache in parallel: compiled one after another, the steps would take most of the run."""
@@ -102,14 +110,13 @@ class Ladder:
         """Time everything in one interleaved run, each result verified before and after; continues an interrupted run.
         Appends rows to `file` and yields a line per row. Raises SandboxError at the end if a result is wrong."""
         contenders, problems = self.contenders(), [*self.problems]
-        rows = benchmark.matching_rows(read_rows(file), problems, "events")
+        rows = benchmark.matching_rows(read_rows(file), problems, "events", computes=self.computes)
         left = benchmark.unmeasured(rows, problems, contenders)
         if left:
             self.compile_all()
         wrong = 0
-        for row in recorded(
-            self._with_registers(benchmark.run((), left, contenders, limits=Limits(seconds=seconds))), file
-        ):
+        timed = benchmark.run_contenders(contenders, left, self.computes, "events", Limits(seconds=seconds))
+        for row in recorded(self._with_registers(timed), file):
             speed = f"{row['tflops']:.1f} TFLOP/s" if row["ms"] else row["message"]
             yield f"S{row['Sq']} D{row['D']} causal={row['causal']!s:12} {row['contender']:18} {speed}"
             wrong += row["ok"] is False

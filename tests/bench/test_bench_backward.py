@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from test_bench import PROBLEMS, SMALL, Counting, tensors
 
 from sandbox.bench import benchmark, peers
 from sandbox.bench.rows import Row
+from sandbox.bench.steps import Ladder, Step
 from sandbox.bench.timing import Limits
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
@@ -173,3 +176,35 @@ def test_on_a_gpu() -> None:
     for row in found:
         assert row.ok, row
         assert row.as_json()["computes"] == "backward"
+
+
+def backward_ladder() -> Ladder:
+    kernel, problem = registry.get("bwd_mma"), Problem(1, 2, 256, 256, 64, dtype="float16")
+    step = Step("plain", "one tile", (1.0, 1.0))
+    return Ladder((step,), lambda _, D: (kernel, kernel.tiles[0]), (64,), [problem], others={"sdpa-flash": "PyTorch"})
+
+
+def test_steps_of_a_backward_are_timed_as_a_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The inputs contain dO, and a peer is its backward."""
+    timed: list[Any] = []
+    monkeypatch.setattr(peers, "backward", lambda peer: dataclasses.replace(peer, name=f"backward of {peer.name}"))
+    monkeypatch.setattr(benchmark, "matching_rows", lambda *_, computes: timed.append(computes) or [])
+    monkeypatch.setattr(Ladder, "compile_all", lambda self: None)
+    monkeypatch.setattr(
+        benchmark, "run_contenders", lambda contenders, _, computes, *rest: timed.append((contenders, computes)) or []
+    )
+    assert [*backward_ladder().measure(tmp_path / "rows.jsonl")] == []
+    [read, (contenders, computes)] = timed
+    assert (read, computes) == ("backward", "backward")
+    assert [contender.name for contender in contenders] == ["plain", "backward of sdpa-flash"]
+
+
+@pytest.mark.gpu
+def test_steps_of_a_backward_on_a_gpu(tmp_path: Path) -> None:
+    ladder = backward_ladder()
+    assert len([*ladder.measure(tmp_path / "rows.jsonl", seconds=0.01)]) == 2
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["contender"], row["computes"], row["ok"]) for row in rows] == [
+        ("plain", "backward", True), ("sdpa-flash", "backward", True),
+    ]  # fmt: skip
+    assert [*ladder.measure(tmp_path / "rows.jsonl")] == []  # all is measured
