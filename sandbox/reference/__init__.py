@@ -1,7 +1,7 @@
 """NumPy attention: the dense float64 reference, error bounds, and FlashAttention's tiled loops."""
 
 from .bounds import GRADIENT_FACTOR, OUTPUT_FACTOR, errors, gradient_bound, lse_bound, max_error, output_bound
-from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward
+from .dense import attention, attention_backward, backward_magnitudes, naive, naive_backward, output_rounding
 from .dropout import dropout_keep
 from .flash import flash1, flash2
 from .flash_backward import flash2_backward
@@ -38,6 +38,7 @@ __all__ = [
     "naive",
     "naive_backward",
     "output_bound",
+    "output_rounding",
     "paper_block_sizes",
     "round_to",
     "ulp",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from .rounding import dtype_name, ulp
+from .rounding import dtype_name, sum_rounding, ulp
 
 OUTPUT_FACTOR = 2.0  # multiple of naive attention's error, for O
 GRADIENT_FACTOR = 3.0  # the same for dQ, dK and dV
@@ -36,8 +36,14 @@ def max_error(x: ArrayLike, ref: ArrayLike) -> float:
     return float(errors(x, ref).max(initial=0))
 
 
-def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: float = OUTPUT_FACTOR) -> float:
-    """The bound for the error of O: factor · max|naive − ref| + one ulp at max|ref|.
+def output_bound(
+    ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: float = OUTPUT_FACTOR, rounding: ArrayLike = 0.0
+) -> float:
+    """The bound for the error of O: factor · max|naive − ref| + one ulp at max|ref| + the largest finite `rounding`.
+
+    For float32 inputs `rounding` is `output_rounding`: naive's error may be near zero by chance, and the matrix
+    products of NumPy add in another order than kernels, with smaller errors. For 16 bits it is 0, because naive rounds
+    each score.
 
     ref is the float64 reference, naive is plain attention in `dtype`; they have the same shape. Both maxima are over
     the elements that are finite in ref. Elements that are not finite in naive (its scores overflow float16) are ignored
@@ -54,16 +60,18 @@ def output_bound(ref: ArrayLike, naive: ArrayLike, dtype: DTypeLike, factor: flo
             "its scores overflow; use smaller inputs or a smaller scale"
         )
     naive_error = abs(naive[measured] - ref[measured]).max(initial=0)
-    return float(factor * naive_error + ulp(abs(ref[expected]).max(initial=0), dtype))
+    return float(factor * naive_error + ulp(abs(ref[expected]).max(initial=0), dtype)) + _largest_finite(rounding)
 
 
 def gradient_bound(
-    ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike, factor: float = GRADIENT_FACTOR
-) -> float:
-    """The bound for the error of dQ, dK or dV: `output_bound` with `factor`, plus one fp32 ulp at the largest finite
-    `magnitude` (of `backward_magnitudes`) for the rounding of fp32 sums.
+    ref: ArrayLike, naive: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike, factor: float = GRADIENT_FACTOR,
+    terms: int = 1,
+) -> float:  # fmt: skip
+    """The bound for the error of dQ, dK or dV: `output_bound` with `factor`, plus the rounding of fp32 sums at the
+    largest finite `magnitude` (of `backward_magnitudes`): one ulp, or for float32 `sum_rounding` of `terms`, which is
+    the head dimension.
 
-    The second term is necessary because naive does not contain all errors of a kernel. In a row with one key,
+    The last term is necessary because naive does not contain all errors of a kernel. In a row with one key,
     autograd's dP − rowsum(P ∘ dP) is exactly 0, while a kernel's dP − delta has two rounding errors. A kernel also
     reads LSE in fp32.
 
@@ -72,9 +80,14 @@ def gradient_bound(
 
     Raises ValueError like `output_bound`.
     """
-    size = np.asarray(magnitude).astype(np.float64)
-    rounding = ulp(size[np.isfinite(size)].max(initial=0), "float32")
+    size = _largest_finite(magnitude)
+    rounding = sum_rounding(size, terms) if dtype_name(dtype) == "float32" else ulp(size, "float32")
     return output_bound(ref, naive, dtype, factor) + float(rounding)
+
+
+def _largest_finite(x: ArrayLike) -> float:
+    numbers = np.asarray(x).astype(np.float64)
+    return float(numbers[np.isfinite(numbers)].max(initial=0))
 
 
 def lse_bound(ref_lse: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:

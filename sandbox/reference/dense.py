@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .gradients import Gradients, Sums
-from .rounding import LARGEST_FINITE, dtype_name, quantised, round_to
+from .rounding import LARGEST_FINITE, dtype_name, quantised, round_to, sum_rounding
 from .score import Meaning, Options
 from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, plain_array, shape_of
 
@@ -128,6 +128,41 @@ def naive_backward(
     rounded = _rounding(q, dtype)
     inputs = (rounded(dout), rounded(q), rounded(k), rounded(v))
     return _backward(*inputs, None, None, dlse, causal, scale, options, np.float32, rounded)
+
+
+@np.errstate(all="ignore")
+def output_rounding(
+    q: Array, k: Array, v: Array, out: Array, *, causal: Causal = False, scale: float | None = None,
+    **options: Unpack[Options],
+) -> NDArray[np.float64]:  # fmt: skip
+    """The rounding error of O if all steps are computed in fp32, in O's shape (B, H, Sq, Dv), in float64.
+
+    It has two parts: that of the sum of P v, whose magnitude is the sum of |P v|, and that of the scores. An error of a
+    score changes O by P (v − O) times as much, so that the magnitude of the second part is the sum of P |S| |v − O|,
+    where |S| is the sum of the absolute terms of a score. Its upper bound of Cauchy and Schwarz is used, which matrix
+    products compute. `out` is the reference's; the other arguments as in `attention`.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1, to first order.
+    """
+    q, k, v, out = (np.asarray(x).astype(np.float64) for x in (q, k, v, out))
+    shape = shape_of(q, k, v)
+    meaning = Meaning(shape, causal, scale, **options)
+    errors = np.empty_like(out)
+    for b, h in np.ndindex(shape.B, shape.H):
+        head, hk = meaning.head(b, h), shape.key_head(h)
+        V = v[b, hk] * head.descale
+        for rows in _chunks(shape.Sq, shape.Sk):
+            S, O = head.scores(q[b, h, rows], k[b, hk], rows.start, sized=True), out[b, h, rows]
+            P = _softmax(S.x, S.seen, head.sink)[0]
+            weights = np.where(S.seen, P * S.size, 0)
+            once = head.dropped(weights, rows.start)  # with dropout, v has the factor keep / (1 − p)
+            twice, total = head.dropped(once, rows.start), weights.sum(axis=1, keepdims=True)
+            squares = dot_seen(twice, V * V, S.seen) - 2 * O * dot_seen(once, V, S.seen) + O * O * total
+            of_scores = np.sqrt(total * np.maximum(squares, 0))
+            of_sum = dot_seen(head.dropped(P, rows.start), abs(V), S.seen)
+            keys = S.seen.sum(axis=1, keepdims=True)
+            errors[b, h, rows] = sum_rounding(of_sum, keys) + sum_rounding(of_scores, shape.D)
+    return errors
 
 
 @np.errstate(all="ignore")

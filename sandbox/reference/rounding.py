@@ -66,3 +66,14 @@ def ulp(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:
     _, exponent = np.frexp(np.where(x == 0, 2.0**-1000, x))  # x = f · 2**exponent with 1/2 ≤ |f| < 1
     size = np.ldexp(1.0, np.maximum(exponent - 1, form.min_exponent) - form.fraction_bits)
     return np.where(np.isfinite(x), size, np.nan)
+
+
+def sum_rounding(magnitude: ArrayLike, terms: ArrayLike) -> NDArray[np.float64]:
+    """The rounding error of fp32 sums of `terms` products one after the other, which are scaled, reduced by the row's
+    maximum and exponentiated, or are multiplied by such numbers: √(terms + 3) · 2^-24 · magnitude. `magnitude`: the
+    sum of the absolute values of the terms, times the derivative of the result.
+
+    Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis (2019), theorem 2.4, with λ = 1.
+    """
+    count, size = np.asarray(terms).astype(np.float64), np.asarray(magnitude).astype(np.float64)
+    return np.sqrt(count + 3) * 2.0**-24 * size

@@ -11,7 +11,6 @@ import numpy as np
 
 from ..core.problem import Problem
 from ..reference import (
-    GRADIENT_FACTOR,
     Gradients,
     attention_backward,
     backward_magnitudes,
@@ -20,6 +19,7 @@ from ..reference import (
     naive,
     naive_backward,
     output_bound,
+    output_rounding,
 )
 from .cases import Array, Case, inputs_of
 from .scores import block_map
@@ -61,7 +61,14 @@ def _forward(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutp
 
     exact, plain = (by_sequence(p, inputs, compute) for compute in (forward, plainly))
     out, lse = exact["O"], exact["LSE"]
-    bound = output_bound(out, plain["O"], p.dtype_of("O"))
+    rounding: Array | float = 0.0
+    if p.dtype == "float32":
+
+        def in_float32(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:
+            return {"O": output_rounding(own["Q"], own["K"], own["V"], own["O"], **options)}
+
+        rounding = by_sequence(p, {**inputs, "O": out}, in_float32)["O"]
+    bound = output_bound(out, plain["O"], p.dtype_of("O"), rounding=rounding)
     return {"O": ReferenceOutput(out, bound), "LSE": ReferenceOutput(lse, lse_bound(lse, p.dtype))}
 
 
@@ -70,10 +77,14 @@ def _block_map(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOu
 
 
 def _preprocess(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
-    exact, plain = (np.einsum("bhsd,bhsd->bhs", *(inputs[n].astype(t) for n in ("dO", "O"))) for t in ("f8", "f4"))
+    def summed(dtype: str, change: Callable[[Array], Array] = np.asarray) -> Array:
+        return np.einsum("bhsd,bhsd->bhs", *(change(inputs[name].astype(dtype)) for name in ("dO", "O")))
+
+    exact, plain, sizes = summed("f8"), summed("f4"), summed("f8", np.abs)
     if "dLSE" in inputs:
-        exact, plain = exact - inputs["dLSE"], plain - inputs["dLSE"]
-    return {"delta": ReferenceOutput(exact, output_bound(exact, plain, "float32", GRADIENT_FACTOR))}
+        dlse = inputs["dLSE"]
+        exact, plain, sizes = exact - dlse, plain - dlse, sizes + abs(dlse)
+    return {"delta": ReferenceOutput(exact, gradient_bound(exact, plain, sizes, "float32", terms=p.Dv))}
 
 
 def _backward(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOutput]:
@@ -91,7 +102,7 @@ def _backward(p: Problem, inputs: Mapping[str, Array]) -> dict[str, ReferenceOut
     sizes = gradients_by(backward_magnitudes, *names, "O", "LSE")
     dtypes = {"dbias": p.bias_dtype or p.dtype}
     answers = {
-        name: ReferenceOutput(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype)))
+        name: ReferenceOutput(x, gradient_bound(x, plain[name], sizes[name], dtypes.get(name, p.dtype), terms=p.D))
         for name, x in exact.items()
     }
     if p.sink:

@@ -33,6 +33,7 @@ from ..reference import (
     naive,
     naive_backward,
     output_bound,
+    output_rounding,
 )
 from .scores import part_options
 from .sequences import Sequence, sequences_of
@@ -102,13 +103,17 @@ def expect(
     how: dict[str, Any] = {"dtype": problem.dtype, "v_dtype": problem.dtype_of("V"), "out_dtype": problem.dtype_of("O")}
     strips = []
     for start, stop in ranges:
-        found = []
+        found, roundings = [], []
         for b, h in heads:
             inputs = host(q[b : b + 1, h : h + 1, start:stop]), keys[b, h], values[b, h]
             options = part_options(problem, option_tensors or {}, b, h, start, stop, number)
-            found.append((*attention(*inputs, **options), naive(*inputs, **{**options, **how})))
+            exact = attention(*inputs, **options)
+            found.append((*exact, naive(*inputs, **{**options, **how})))
+            if problem.dtype == "float32":
+                roundings.append(output_rounding(*inputs, exact[0], **options))
         out, lse, plain = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-        strips.append(Strip(start, stop, out, lse, output_bound(out, plain, problem.dtype_of("O"))))
+        bound = output_bound(out, plain, problem.dtype_of("O"), rounding=roundings or 0.0)
+        strips.append(Strip(start, stop, out, lse, bound))
     return Expected(problem, heads, tuple(strips))
 
 
@@ -167,8 +172,9 @@ class Sums:
         for mine, more in ((self.expected, expected), (self.plain, plain), (self.size, size)):
             mine[rows] += more[0, 0]
 
-    def verdict(self, name: str, got: Array, dtype: str) -> Verdict:
-        error, bound = max_error(got, self.expected), gradient_bound(self.expected, self.plain, self.size, dtype)
+    def verdict(self, name: str, got: Array, dtype: str, D: int) -> Verdict:
+        bound = gradient_bound(self.expected, self.plain, self.size, dtype, terms=D)
+        error = max_error(got, self.expected)
         return Verdict(error, bound, "" if error <= bound else f"{name}: error {error:.1e}, bound {bound:.1e}")
 
 
@@ -194,7 +200,8 @@ class ExpectedGradients:
 
     def _verdicts(self, gradients: tuple[Any, ...]) -> Iterator[Verdict]:
         for (which, b, head), sums in self.sums.items():
-            yield sums.verdict(("dQ", "dK", "dV")[which], host(gradients[which][b, head]), self.problem.dtype)
+            got = host(gradients[which][b, head])
+            yield sums.verdict(("dQ", "dK", "dV")[which], got, self.problem.dtype, self.problem.D)
 
     @contextmanager
     def _strips_alone(self) -> Iterator[None]:
