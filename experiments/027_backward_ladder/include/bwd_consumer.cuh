@@ -29,10 +29,7 @@ struct ConsumerWarpgroup : KeyConsumer {
     __device__ __forceinline__ void bwd_step() {
         constexpr bool HAS_PREVIOUS = OVERLAP == ON && !FIRST;  // dQ of the previous m_block is computed here
         const bool accumulates = SKIPS_FIRST_TILE && OVERLAP == ON && !FIRST ? i > skipped_tiles : !FIRST;
-        const unsigned stage = stage_of(i), Q_at = Q_AT + stage * SmemLayoutQ::BYTES,
-                       dO_at = dO_AT + stage * SmemLayoutdO::BYTES;
-        const unsigned dS_at = dS_AT + i % 2 * SmemLayoutPdS::BYTES,
-                       previous_dS_at = dS_AT + (i % 2 ^ 1) * SmemLayoutPdS::BYTES;
+        const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         const float* const stats = stats_of(stage, 0);
         float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[DQ_COLS / 2];
         TIMELINE(wait_Q);
