@@ -240,7 +240,7 @@ struct QueryTiles {
     // Whether a tile may have hidden scores. Rows >= Sq are masked, too: their q is 0, and 0 * inf is NaN.
     __device__ __forceinline__ bool masked(const Head& head, int m0) const {
         const Range fully_visible = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
-        const bool beyond_last_key = Head::FIRST && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
+        const bool beyond_last_key = Head::HAS_LEFT_BOUND && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
         return m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||
                (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
     }

@@ -89,7 +89,8 @@ static_assert(
 
 // Without a mask each block starts its m_block loop at row n0 (its first key's index) and wraps around, so that the
 // blocks of a head, which start together, do not add to the same dQ tile.
-constexpr bool ROTATED = HAS_SEMAPHORES && !DETERMINISTIC && !Head::FIRST && !Head::LAST && !Head::MAPPED;
+constexpr bool ROTATED =
+    HAS_SEMAPHORES && !DETERMINISTIC && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::MAPPED;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, L2_HEAD_GROUPS, ALTERNATING>;
 
 // Shared memory: offsets in bytes.

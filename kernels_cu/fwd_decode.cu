@@ -214,7 +214,7 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
 }
 
 // Windows with a left bound and float8 spill 4 bytes with ptxas's own register limit: one block per SM raises it.
-extern "C" __global__ __launch_bounds__(THREADS, Head::FIRST || FLOAT8_KEYS ? 1 : 0) void fwd_decode(
+extern "C" __global__ __launch_bounds__(THREADS, Head::HAS_LEFT_BOUND || FLOAT8_KEYS ? 1 : 0) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
     const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns

@@ -250,7 +250,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 consumer.wait_S();
             }
             const bool needs_mask =
-                !Head::LINEAR || (Head::FIRST && n0 < fully_visible.begin) || n0 + BLOCK_N > fully_visible.end;
+                !Head::LINEAR || (Head::HAS_LEFT_BOUND && n0 < fully_visible.begin) || n0 + BLOCK_N > fully_visible.end;
             if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
             const bool needs_rescale =
                 consumer.exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * Pairs::BYTES, key) || large;

@@ -137,13 +137,14 @@ struct ScoreWarpgroup {
 
     // Masked scores become -INF. visible: keys that the thread's two rows see.
     __device__ __forceinline__ void apply_mask(Scores& S, int n0, const Range (&visible)[2]) const {
-        const bool at_begin = Head::FIRST && n0 < tile.fully_visible.begin;
+        const bool at_begin = Head::HAS_LEFT_BOUND && n0 < tile.fully_visible.begin;
         if (!at_begin && n0 + BLOCK_N <= tile.fully_visible.end) return;
         const int column = n0 + 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
             const int key = i / 4 * 8 + i % 2, half = i / 2 % 2;
-            if (key >= visible[half].end - column || (Head::FIRST && key < visible[half].begin - column)) S[i] = -INF;
+            if (key >= visible[half].end - column || (Head::HAS_LEFT_BOUND && key < visible[half].begin - column))
+                S[i] = -INF;
         }
     }
 

@@ -217,7 +217,7 @@ struct ConsumerWarp {
         for (int n = 0; n < BLOCK_N; n += KEYS) {
             const Range keys = head.keys(row0, row0 + WARP_ROWS);
             if (MASKED && n0 + n >= keys.end) break;  // hidden from all rows of the warp
-            if (MASKED && Head::FIRST && n0 + n + KEYS <= keys.begin) continue;
+            if (MASKED && Head::HAS_LEFT_BOUND && n0 + n + KEYS <= keys.begin) continue;
             float S[M_TILES][KEYS / 8][4] = {};
             TIMELINE(QK);
             mma_QK<KEYS>(S, K_smem, n, [&](int step) {
@@ -253,7 +253,7 @@ struct ConsumerWarp {
     __device__ __forceinline__ void mainloop() {
         int j = tiles.begin;
 #pragma unroll 1
-        for (; (Head::FIRST || Head::MAPPED) && j < tiles.end; j = tiles.next_tile(j + 1)) {
+        for (; (Head::HAS_LEFT_BOUND || Head::MAPPED) && j < tiles.end; j = tiles.next_tile(j + 1)) {
             if (tiles.fully_visible(j)) process_tile<false>(j);
             else process_tile<true>(j);
         }

@@ -84,7 +84,7 @@ __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, i
     for (int n = 0; n < BLOCK_N; n += KEYS) {
         const Range keys = head.keys(warp_row0, warp_row0 + 16 * M_TILES);
         if (MASKED && n0 + n >= keys.end) break;  // hidden from all rows of the warp
-        if (MASKED && Head::FIRST && n0 + n + KEYS <= keys.begin) continue;
+        if (MASKED && Head::HAS_LEFT_BOUND && n0 + n + KEYS <= keys.begin) continue;
         float S[M_TILES][KEYS / 8][4] = {};
         constexpr int UNROLLED =
             Tile::GROUP / 2;  // steps whose offsets are in registers; the next group's are a constant apart
@@ -187,7 +187,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
     };
 #pragma unroll 1
     for (int j = first; j < tiles; ++j) {
-        if ((!Head::FIRST || fully_visible_begin <= j) && j < fully_visible_end) process_tile(MaskedTile<false>(), j);
+        if ((!Head::HAS_LEFT_BOUND || fully_visible_begin <= j) && j < fully_visible_end)
+            process_tile(MaskedTile<false>(), j);
         else process_tile(MaskedTile<true>(), j);
     }
     // P of a masked key is 0, but 0 * NaN = NaN: the fallback computes non-finite tiles again.

@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned w
 struct KeyConsumer {
     // Whether a consumer skips the first m_block if the mask hides all of its keys from it. With dropout this is
     // slower.
-    static constexpr bool SKIPS_FIRST_TILE = Head::LAST && !DROPOUT;
+    static constexpr bool SKIPS_FIRST_TILE = Head::HAS_RIGHT_BOUND && !DROPOUT;
 
     const BwdBlock& block;
     const SmemAddr base;

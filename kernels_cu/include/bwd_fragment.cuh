@@ -67,7 +67,7 @@ __device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCo
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         const int row = k / 4 * 8 + k % 2, half = k / 2 % 2;
-        if ((Head::LAST && row < begin[half]) || row >= end[half]) mask_element(k);
+        if ((Head::HAS_RIGHT_BOUND && row < begin[half]) || row >= end[half]) mask_element(k);
     }
 }
 

@@ -26,7 +26,7 @@ constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
 // Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a
 // query tile, and this is 0.5% slower, or spills.
-constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::FIRST && !Head::MAPPED;
+constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::MAPPED;
 
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as
 // release of this tile and as acquire of the next (counter_arrive_acquire). 8% faster at D = 96; 0.7% slower at BLOCK_M
@@ -51,9 +51,9 @@ constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M =
 // m_blocks are visited in descending order (`descending`); the last group has this order. In both, consecutive work
 // tiles have similar lengths, also from one group to the next, and a work tile reaches a query tile after the work
 // tiles that precede it in the semaphore's order.
-constexpr bool L2_HEAD_GROUPS = (Head::LAST || DETERMINISTIC) && !RAGGED;
-constexpr bool ALTERNATING =
-    DETERMINISTIC && Head::LAST && !Head::FIRST;  // with a window: the last n_block first in every group
+constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
+constexpr bool ALTERNATING = DETERMINISTIC && Head::HAS_RIGHT_BOUND &&
+                             !Head::HAS_LEFT_BOUND;  // with a window: the last n_block first in every group
 struct BwdWorkTile {
     int key_tile, kv_head, b;  // key_tile: index of the n_block
     bool descending = false;
@@ -66,7 +66,7 @@ struct BwdWorkTile {
             const unsigned head = head_group * gridDim.x + number % gridDim.x;
             key_tile = group_row % gridDim.y, kv_head = head % Hk, b = head / Hk;
             descending = ALTERNATING && (gridDim.z - head_group) % 2;
-            if (Head::LAST && !descending) key_tile = gridDim.y - 1 - key_tile;
+            if (Head::HAS_RIGHT_BOUND && !descending) key_tile = gridDim.y - 1 - key_tile;
         } else if (L2_HEAD_GROUPS) {
             const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
             key_tile = blockIdx.y, kv_head = head % Hk, b = head / Hk;
@@ -86,8 +86,8 @@ struct BwdWorkTile {
     // work tiles that add to it earlier.
     __device__ __forceinline__ int semaphore_target(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
-        return Head::LAST && !descending ? (keys.end - 1) / BLOCK_N - key_tile
-                                         : key_tile - (Head::FIRST ? keys.begin / BLOCK_N : 0);
+        return Head::HAS_RIGHT_BOUND && !descending ? (keys.end - 1) / BLOCK_N - key_tile
+                                                    : key_tile - (Head::HAS_LEFT_BOUND ? keys.begin / BLOCK_N : 0);
     }
 };
 

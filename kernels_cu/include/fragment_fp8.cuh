@@ -12,7 +12,7 @@ __device__ __forceinline__ void score_mod_and_mask(float (&S)[BLOCK_N / 2], cons
     const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
     for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = head.raw(S[i], at(i));
-    if ((!Head::FIRST || fully_visible.begin <= n0) && n0 + BLOCK_N <= fully_visible.end) return;
+    if ((!Head::HAS_LEFT_BOUND || fully_visible.begin <= n0) && n0 + BLOCK_N <= fully_visible.end) return;
     if (Head::ELEMENT_MASK) {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i)
@@ -25,7 +25,7 @@ __device__ __forceinline__ void score_mod_and_mask(float (&S)[BLOCK_N / 2], cons
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {
         if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-        if (Head::FIRST && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+        if (Head::HAS_LEFT_BOUND && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
     }
 }
 

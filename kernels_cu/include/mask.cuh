@@ -11,11 +11,11 @@ struct Range {
 
 // The mask of head h of batch entry b.
 struct Mask : SeqlenInfo {
-    static constexpr bool FIRST = WINDOW & 1;                     // the keys of a row have a lower bound
-    static constexpr bool LAST = CAUSAL || WINDOW & 2;            // the keys of a row have an upper bound
-    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;  // visibility is read or computed per element
+    static constexpr bool HAS_LEFT_BOUND = WINDOW & 1;             // the keys of a row have a lower bound
+    static constexpr bool HAS_RIGHT_BOUND = CAUSAL || WINDOW & 2;  // the keys of a row have an upper bound
+    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;   // visibility is read or computed per element
     static constexpr bool HIDES =
-        FIRST || LAST || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
+        HAS_LEFT_BOUND || HAS_RIGHT_BOUND || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
 
 #if MASK
     const bool* mask;
@@ -59,7 +59,8 @@ struct Mask : SeqlenInfo {
 
     // Whether lengths, causality and window leave key_col visible to query_row.
     __device__ __forceinline__ bool in_range(int query_row, int key_col) const {
-        return key_col < Sk && (!LAST || key_col <= last_key(query_row)) && (!FIRST || key_col >= first_key(query_row));
+        return key_col < Sk && (!HAS_RIGHT_BOUND || key_col <= last_key(query_row)) &&
+               (!HAS_LEFT_BOUND || key_col >= first_key(query_row));
     }
 
     // Whether the mask tensor and the user's condition leave key_col visible to query_row. Requires query_row < Sq,
@@ -124,23 +125,27 @@ struct Mask : SeqlenInfo {
 
     // Keys for query rows m0 .. m1 - 1; m1 may exceed Sq.
     __device__ __forceinline__ Range keys(int m0, int m1) const {
-        return {FIRST ? max(0, first_key(m0)) : 0, LAST ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
+        return {HAS_LEFT_BOUND ? max(0, first_key(m0)) : 0,
+                HAS_RIGHT_BOUND ? min(Sk, last_key(min(m1, Sq) - 1) + 1) : Sk};
     }
     template <bool BY_MAP = false>
     __device__ __forceinline__ Range fully_visible_keys(int m0, int m1) const {
         if (ELEMENT_MASK && !BY_MAP) return {0, 0};
-        return {FIRST ? max(0, first_key(min(m1, Sq) - 1)) : 0, LAST ? min(Sk, last_key(m0) + 1) : Sk};
+        return {HAS_LEFT_BOUND ? max(0, first_key(min(m1, Sq) - 1)) : 0,
+                HAS_RIGHT_BOUND ? min(Sk, last_key(m0) + 1) : Sk};
     }
 
     // Query rows for keys n0 .. n1 - 1; n1 may exceed Sk.
     __device__ __forceinline__ Range queries(int n0, int n1) const {
         if (KEY_LENGTHS && n0 >= Sk) return {0, 0};
-        return {LAST ? max(0, n0 - last_key(0)) : 0, FIRST ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
+        return {HAS_RIGHT_BOUND ? max(0, n0 - last_key(0)) : 0,
+                HAS_LEFT_BOUND ? min(Sq, min(n1, Sk) - first_key(0)) : Sq};
     }
     template <bool BY_MAP = false>
     __device__ __forceinline__ Range fully_visible_queries(int n0, int n1) const {
         if ((ELEMENT_MASK && !BY_MAP) || n1 > Sk) return {Sq, 0};
-        return {LAST ? max(0, n1 - 1 - last_key(0)) : 0, FIRST ? min(Sq, n0 - first_key(0) + 1) : Sq};
+        return {HAS_RIGHT_BOUND ? max(0, n1 - 1 - last_key(0)) : 0,
+                HAS_LEFT_BOUND ? min(Sq, n0 - first_key(0) + 1) : Sq};
     }
 
     // Query rows for key j.

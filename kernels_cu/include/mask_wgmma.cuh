@@ -48,7 +48,7 @@ struct PairMask {
 #pragma unroll
         for (int k = 0; k < WORDS; ++k)
             words[half][k] =
-                words[half][k] >> column & before(end - 32 * k) & ~(Head::FIRST ? before(begin - 32 * k) : 0u);
+                words[half][k] >> column & before(end - 32 * k) & ~(Head::HAS_LEFT_BOUND ? before(begin - 32 * k) : 0u);
     }
     // Whether accumulator S[i] is visible.
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
@@ -67,7 +67,7 @@ struct VisibleKeys {
     Range of_row[2];
     __device__ __forceinline__ VisibleKeys(const Head& head, int row)
         : of_row{head.keys(row, row + 1), head.keys(row + 8, row + 9)} {
-        if (Head::LAST) of_row[0].end = opaque(of_row[0].end), of_row[1].end = opaque(of_row[1].end);
+        if (Head::HAS_RIGHT_BOUND) of_row[0].end = opaque(of_row[0].end), of_row[1].end = opaque(of_row[1].end);
     }
 };
 
@@ -77,7 +77,7 @@ __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& 
                                            const VisibleKeys& visible_keys, Range fully_visible, bool tile_visible,
                                            PairMask pair_mask) {
     const int column = n0 + 2 * q;
-    const bool at_begin = Head::FIRST && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
+    const bool at_begin = Head::HAS_LEFT_BOUND && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
     if (!at_begin && !at_end && tile_visible) return;
     const Range(&visible)[2] = visible_keys.of_row;
     const int end[2] = {visible[0].end - column, visible[1].end - column};

@@ -17,13 +17,13 @@ constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
 
-// With a left window bound (Head::FIRST), the first key tiles of two consumers are up to WINDOW_SKEW tiles apart. With
-// STAGGERED, which needs enough pipeline stages, each consumer starts with the first tile that it sees, without
-// ping-pong for the tiles before it, and skips the tiles after its last one when its O is stored. All consumers then
-// start together (window of 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
+// With a left window bound (Head::HAS_LEFT_BOUND), the first key tiles of two consumers are up to WINDOW_SKEW tiles
+// apart. With STAGGERED, which needs enough pipeline stages, each consumer starts with the first tile that it sees,
+// without ping-pong for the tiles before it, and skips the tiles after its last one when its O is stored. All consumers
+// then start together (window of 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
 constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
 constexpr bool STAGGERED =
-    Head::FIRST && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
+    Head::HAS_LEFT_BOUND && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
 // Ragged batches: the load warp releases the scheduler's stage when it loads the second to last key tile, not when the
 // work tile starts, so that the block draws its next work tile late. A work tile that is drawn early waits for this
@@ -49,14 +49,14 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     }
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int keys_at(int j) const {
-        return (WALK_BACKWARDS ? range.end - 1 - j : Head::FIRST ? range.begin + j : j) * BLOCK_N;
+        return (WALK_BACKWARDS ? range.end - 1 - j : Head::HAS_LEFT_BOUND ? range.begin + j : j) * BLOCK_N;
     }
     // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own: the range
     // of its `count` key tiles.
     __device__ __forceinline__ int first_own_tile(Range own, int count) const {
         if (count <= 0 || Head::MAPPED) return 0;
         if (WALK_BACKWARDS) return range.end - own.end;
-        return Head::FIRST ? own.begin - range.begin : 0;
+        return Head::HAS_LEFT_BOUND ? own.begin - range.begin : 0;
     }
 
     // Producer: calls loader.load_K(j, n0, list entry) and loader.load_V(j, n0) for all key tiles in the order in which

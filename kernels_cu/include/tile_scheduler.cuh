@@ -15,7 +15,7 @@
 __device__ __forceinline__ Range n_block_range(const Head& head, int m0, int m1) {
     const Range keys = head.keys(m0, m1);
     const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
-    return {Head::FIRST ? min(keys.begin / BLOCK_N, end) : 0, end};
+    return {Head::HAS_LEFT_BOUND ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
 // Calls f(i) for each i < count that this block processes, in waves of gridDim.x, alternating in direction (serpentine
@@ -50,7 +50,7 @@ __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsig
 // float8: up to -3%.
 template <bool PAIR_BY_HEAD = false, class F>
 __device__ __forceinline__ void for_each_work_tile(unsigned tiles, unsigned heads, F f) {
-    constexpr bool HEAD_GROUPS = CAUSAL && !Head::FIRST;
+    constexpr bool HEAD_GROUPS = CAUSAL && !Head::HAS_LEFT_BOUND;
     const unsigned head_group = HEAD_GROUPS ? max(2 * gridDim.x / tiles, 1) : heads;
     constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);  // maximum remainder, in heads
     const unsigned merged_heads = HEAD_GROUPS && tiles >= 4 * gridDim.x ? 0 : max(head_group / 2, L2_HEADS);

@@ -39,7 +39,7 @@ struct BwdWorkTile {
 __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk, unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
     unsigned width = 1;  // heads of an L2 head group
-    if (Head::LAST) {
+    if (Head::HAS_RIGHT_BOUND) {
         const unsigned wave = key_tiles > 4 ? BLOCKS : (BLOCKS + 1) / 2;
         const unsigned groups = min(max((heads * key_tiles + wave / 2) / wave, 1u), heads);
         width = (heads + groups - 1) / groups;

@@ -26,13 +26,13 @@ struct WorkTileRange : TileInfo {  // and the key tiles that it sees
           tiles(range.end - range.begin) {}
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int keys_at(int j) const {
-        return (STREAM_K || Head::FIRST ? range.begin + j : j) * BLOCK_N;
+        return (STREAM_K || Head::HAS_LEFT_BOUND ? range.begin + j : j) * BLOCK_N;
     }
 };
 
 // Index j of the first key tile that this consumer's rows see; earlier ones belong to other consumers.
 __device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own, int tiles) {
-    return tiles > 0 && Head::FIRST ? own.begin - work_tile.range.begin : 0;
+    return tiles > 0 && Head::HAS_LEFT_BOUND ? own.begin - work_tile.range.begin : 0;
 }
 
 // Calls f(work_tile) with each work tile of the block (static persistent scheduler).
