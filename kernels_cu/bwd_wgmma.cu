@@ -229,7 +229,7 @@ __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool 
     const BwdParams& params = block.params;
     if (!SPLIT_GROUP && named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
         if (threadIdx.x % 128 == 0)
-            tma_store_wait();  // the TMA stores are complete before the fallback overwrites dK and dV
+            tma_store_wait_complete();  // the TMA stores are complete before the fallback overwrites dK and dV
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);
         const BwdWorkTile reloaded = block.reload_work_tile();
         // The warp index is recomputed to save a register.

@@ -66,6 +66,6 @@ __device__ __forceinline__ void store_dQ_tiles(const HeadBlock& block, unsigned 
             tma_store_wait_read();
             mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));
         },
-        [](int) { tma_store_wait(); });  // stores are complete before the next n_block adds
+        [](int) { tma_store_wait_complete(); });  // stores are complete before the next n_block adds
     mbarrier_arrive(dQComplete::at(base, 0));
 }

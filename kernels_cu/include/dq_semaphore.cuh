@@ -144,18 +144,18 @@ struct dQOrder {
     }
     // After the store or addition, which TMA may not have completed.
     __device__ __forceinline__ void release(int head, int m0, unsigned consumer) {
-        if (DETERMINISTIC && !SEMAPHORE_PREFETCH) tma_store_wait();
+        if (DETERMINISTIC && !SEMAPHORE_PREFETCH) tma_store_wait_complete();
         if (SEMAPHORE_PREFETCH) {
             int next_head = head, next_m0 = block.m_blocks.next(m0);
             block.m_blocks.seek(next_head, next_m0);
             if (next_head == block.group) next_head = head, next_m0 = m0;  // after the last tile: a valid address
             const unsigned semaphore_value = counter_load(block.dQ_semaphore(next_head, next_m0, consumer));
-            tma_store_wait();
+            tma_store_wait_complete();
             counter_arrive_acquire(block.dQ_semaphore(head, m0, consumer));
             semaphore_reached = semaphore_value >= block.semaphore_target(next_m0);
         }
         if (FIRST_BLOCK_STORES && first) {
-            tma_store_wait();
+            tma_store_wait_complete();
             counter_arrive(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
         }
         if (DETERMINISTIC && !SEMAPHORE_PREFETCH) counter_arrive(block.dQ_semaphore(head, m0, consumer));

@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[4]) {
 }
 
 // Adds `bytes` bytes of fp32 values in shared memory to those at `to`, atomically, in L2. Both addresses and `bytes`
-// are multiples of 16. Belongs to a bulk group, as tma_store.
+// are multiples of 16. Belongs to a bulk group, as tma_store, but has no tensor map (CUTLASS: SM90_BULK_REDUCE_ADD).
 __device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                  "r"(bytes)
@@ -144,11 +144,12 @@ __device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned by
                  : "memory");
 }
 
-// Waits until this thread's bulk groups have read shared memory, except for the PENDING newest ones.
+// Waits until this thread's bulk groups have read shared memory, except for the PENDING newest ones. CUTLASS's
+// tma_store_wait<PENDING>.
 template <int PENDING = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits until they have also been written to global memory.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until all have also been written to global memory.
+__device__ __forceinline__ void tma_store_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -469,7 +469,7 @@ BROKEN = {
             a[0] = a[1] = a[2] = 1.0f;
             bulk_store(out, smem_address(a), 16);  // HERE
             tma_store_commit();
-            tma_store_wait();
+            tma_store_wait_complete();
         }""",
     ),
     "race between blocks": (

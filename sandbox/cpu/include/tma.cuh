@@ -69,4 +69,4 @@ template <int PENDING = 0>
 inline void tma_store_wait_read() {
     cpu::sandbox_bulk_wait_read(PENDING);
 }
-inline void tma_store_wait() { cpu::sandbox_bulk_wait(); }
+inline void tma_store_wait_complete() { cpu::sandbox_bulk_wait(); }
