@@ -78,7 +78,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                    V_columns = warp.columns<DV_PAD>();
     const int g = warp.lane / 4,
               q = warp.lane % 4;  // of an accumulator fragment: rows g and g + 8, columns 2 * q and 2 * q + 1
-    const float exponent = head.unit * Head::LOG2E;
+    const float scale_log2 = head.unit * Head::LOG2E;
 #pragma unroll 1
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
         const int first = warp.part * QUERIES + sub;  // first query of this step in the tile
@@ -91,7 +91,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                            [4];  // of the score modification; 16-bit pairs, as dS
         score_mod_and_mask(S, derivative, head, masked, at);
         unsigned P[SUB_M / 16][2][4];
-        exponentiate(P, S, LSE_smem + first + 2 * q, exponent);
+        exponentiate(P, S, LSE_smem + first + 2 * q, scale_log2);
         unsigned kept =
             0;  // dropout: one bit per element of P; those of the two elements of a register are 16 bits apart
 #pragma unroll

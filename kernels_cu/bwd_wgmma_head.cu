@@ -121,7 +121,7 @@ struct ConsumerWarpgroup {
     const SmemAddr base;
     const unsigned warp, lane, consumer;
     const int key_offset;                      // first key of the consumer within the n_block
-    const float exponent;                      // of P = exp2(S * exponent - LSE * log2(e))
+    const float scale_log2;                    // of P = exp2(S * scale_log2 - LSE * log2(e))
     float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // variables of the kernel: members would compile to other code
     LoopState state;
     int head = 0, m0 = 0;  // of the next tile
@@ -129,7 +129,7 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ ConsumerWarpgroup(const HeadBlock& block, unsigned warp, unsigned lane,
                                                  float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
         : block(block), base(block.base), warp(warp), lane(lane), consumer(warp / 4 - 1), key_offset(64 * consumer),
-          exponent(Head::unit_of(block.params.score) * Head::LOG2E), dK(dK), dV(dV) {}
+          scale_log2(Head::unit_of(block.params.score) * Head::LOG2E), dK(dK), dV(dV) {}
 
     // S^T or dP^T of the consumer's keys.
     __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
@@ -194,7 +194,7 @@ struct ConsumerWarpgroup {
             const FragmentCoords coords(m0, first_key);
             mask_fragment<BLOCK_M / 2>(block.head0, coords, [&](int k) { S[k] = -INF; });
         }
-        compute_P(P, S, exponent, stats);
+        compute_P(P, S, scale_log2, stats);
         named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);
         TIMELINE(dP);
         mma_dKV(dV, P, base + dO_at);

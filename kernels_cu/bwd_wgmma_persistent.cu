@@ -106,8 +106,8 @@ struct ConsumerWarpgroup {
     const BwdParams& params;
     const SmemAddr base;
     const unsigned warp, lane, consumer;
-    const int key_offset;  // first key of the consumer within the work tile
-    const float exponent;  // of P = exp2(S * exponent - LSE * log2(e))
+    const int key_offset;    // first key of the consumer within the work tile
+    const float scale_log2;  // of P = exp2(S * scale_log2 - LSE * log2(e))
     const SmemAddr staging;
     float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // variables of the kernel: members would compile to other code
     // Counters over all work tiles. staged_count: uses of the staging buffer, of which the first has no data. i:
@@ -118,7 +118,7 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ ConsumerWarpgroup(const BwdParams& params, SmemAddr base, unsigned warp, unsigned lane,
                                                  float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
         : params(params), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1), key_offset(64 * consumer),
-          exponent(Head::unit_of(params.score) * Head::LOG2E), staging(base + STAGING_AT + consumer * STAGING_BYTES),
+          scale_log2(Head::unit_of(params.score) * Head::LOG2E), staging(base + STAGING_AT + consumer * STAGING_BYTES),
           dK(dK), dV(dV) {}
 
     // Before the first work tile: dS of the tile before it is 0, and consumer 0 has the first turn.
@@ -163,7 +163,7 @@ struct ConsumerWarpgroup {
         named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
         TIMELINE(softmax);
         if (flags & NEEDS_MASK) apply_mask(S);
-        compute_P(P, S, exponent, stats);
+        compute_P(P, S, scale_log2, stats);
         TIMELINE(dP);
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);

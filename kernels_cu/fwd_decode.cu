@@ -154,10 +154,10 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
                                                float (&S)[M_TILES][BLOCK_N / 8][4], Softmax& state,
                                                const SeqlenInfo& seqlen, int row0, int kv_head, int group, int n0,
                                                bool masked) {
-    const float unit = Head::unit_of(seqlen.score), exponent = unit * Head::LOG2E,
-                margin = RESCALE_THRESHOLD / exponent;
+    const float unit = Head::unit_of(seqlen.score), scale_log2 = unit * Head::LOG2E,
+                margin = RESCALE_THRESHOLD / scale_log2;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    float lane_max[M_TILES][2], exponents[M_TILES][2];  // exponents differ only with a descale per head
+    float lane_max[M_TILES][2], scales_log2[M_TILES][2];  // they differ only with a descale per head
     bool exceeds = state.large;
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
@@ -165,20 +165,20 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(seqlen, row.h);
-            exponents[mt][half] = DESCALE % 4 ? head.unit * Head::LOG2E : exponent;
+            scales_log2[mt][half] = DESCALE % 4 ? head.unit * Head::LOG2E : scale_log2;
             lane_max[mt][half] = score_mod_and_mask(S[mt], half, head, row.i, 0, n0 + 2 * q, masked);
             exceeds |= lane_max[mt][half] >
-                       state.m[mt][half] + (DESCALE % 4 ? RESCALE_THRESHOLD / exponents[mt][half] : margin);
+                       state.m[mt][half] + (DESCALE % 4 ? RESCALE_THRESHOLD / scales_log2[mt][half] : margin);
         }
     }
-    if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, exponents);
+    if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, scales_log2);
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(seqlen, row.h);
-            state.exponentiate(mt, half, S[mt], exponents[mt][half], [&](int nt, float p0, float p1) {
+            state.exponentiate(mt, half, S[mt], scales_log2[mt][half], [&](int nt, float p0, float p1) {
                 if (!head.keep(row.i, n0 + 8 * nt + 2 * q)) p0 = 0.0f;
                 if (!head.keep(row.i, n0 + 8 * nt + 2 * q + 1)) p1 = 0.0f;
                 P[mt][nt / 2][nt % 2 * 2 + half] = pack_P(p0, p1);

@@ -68,7 +68,7 @@ struct ConsumerWarpgroup {
     const SmemAddr base;
     const unsigned warp, lane;
     const int g, q;
-    const float exponent;
+    const float scale_log2;
     const Head& group_head;       // all heads of the work tile have its mask
     float* const warp_stats;      // [4][BLOCK_M], in shared memory
     float (&m)[ROWS_PER_THREAD];  // a raw score, equal in all lanes that have the row
@@ -140,8 +140,8 @@ struct ConsumerWarpgroup {
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const float top = m[own_row(k)];
-            if constexpr (OF_DIFFERENCES) S[k] = ex2((S[k] - finite_max(top)) * exponent);
-            else S[k] = ex2(fmaf(S[k], exponent, softmax_shift(top, exponent)));
+            if constexpr (OF_DIFFERENCES) S[k] = ex2((S[k] - finite_max(top)) * scale_log2);
+            else S[k] = ex2(fmaf(S[k], scale_log2, softmax_shift(top, scale_log2)));
             max_P = fmaxf(max_P, S[k]);
         }
         unsigned pairs[BLOCK_M / 16][4];
@@ -170,12 +170,12 @@ struct ConsumerWarpgroup {
         for (int r = 0; r < ROWS_PER_THREAD; ++r) {
             float top = m[r];
             for (int w = 0; w < 4; ++w) top = fmaxf(top, warp_stats[w * BLOCK_M + row_of(r, q)]);
-            const float alpha = rescale_factor(m[r], top, exponent);
+            const float alpha = rescale_factor(m[r], top, scale_log2);
             m[r] = top, l[r] *= alpha, scale_O(r, alpha);
         }
         bool large = false;
 #pragma unroll
-        for (int r = 0; r < ROWS_PER_THREAD; ++r) large |= Head::is_large(m[r], exponent);
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) large |= Head::is_large(m[r], scale_log2);
         return __any_sync(0xffffffffu, large);
     }
     __device__ __forceinline__ void store_row_stats(float* to, const float (&stats)[ROWS_PER_THREAD]) const {
@@ -214,7 +214,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         return;
     }
 
-    const float exponent = Head::unit_of(score) * Head::LOG2E;
+    const float scale_log2 = Head::unit_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     float* const warp_stats = reinterpret_cast<float*>(smem + ROW_STATS_AT);  // [4][BLOCK_M]
     float* const row_maxima = warp_stats + 4 * BLOCK_M;                       // [BLOCK_M]
@@ -229,7 +229,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         float m[ROWS_PER_THREAD], l[ROWS_PER_THREAD];
         float S[N], O_acc[Values::SLABS][N];
         bool large = false;
-        ConsumerWarpgroup consumer{base, warp, lane, g, q, exponent, group_head, warp_stats, m, S, O_acc};
+        ConsumerWarpgroup consumer{base, warp, lane, g, q, scale_log2, group_head, warp_stats, m, S, O_acc};
 #pragma unroll
         for (int r = 0; r < ROWS_PER_THREAD; ++r) m[r] = -INF, l[r] = 0.0f;
 #pragma unroll

@@ -149,13 +149,13 @@ struct ScoreWarpgroup {
     }
 
     // Q K^T and softmax of key tile j: stores P, and the factors of O.
-    __device__ __forceinline__ void key_tile(Scores& S, RowStats& stats, const Range (&visible)[2], float exponent,
+    __device__ __forceinline__ void key_tile(Scores& S, RowStats& stats, const Range (&visible)[2], float scale_log2,
                                              unsigned j, float* factors) {
         mma_QK(S, j);
         apply_mask(S, tile.first_key(j), visible);
         float factor[2] = {1.0f, 1.0f};
         unsigned P[BLOCK_N / 16][4];
-        stats.update<false>(P, S, exponent,
+        stats.update<false>(P, S, scale_log2,
                             [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
         PPipeline::acquire(base, j);
         const SmemAddr P_smem = base + P_AT + j % 2 * Pairs::BYTES;
@@ -177,12 +177,12 @@ struct ScoreWarpgroup {
         load_Q(Q);
         RowStats stats;
         Scores S;
-        const float exponent = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
+        const float scale_log2 = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
         const int r = 16 * warp + lane / 4, i0 = (tile.row0 + r) / tile.group, i1 = (tile.row0 + r + 8) / tile.group;
         const Range visible[2] = {tile.head0.keys(i0, i0 + 1), tile.head0.keys(i1, i1 + 1)};
         float* const factors = reinterpret_cast<float*>(smem + ALPHA_AT);  // [2][BLOCK_M]
 #pragma unroll 1
-        for (int j = 0; j < tile.tiles; ++j) key_tile(S, stats, visible, exponent, uniform(j), factors);
+        for (int j = 0; j < tile.tiles; ++j) key_tile(S, stats, visible, scale_log2, uniform(j), factors);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float l = row_sum<4>(stats.l[half]);

@@ -175,9 +175,9 @@ struct ConsumerWarp {
     template <bool MASKED, int KEYS>
     __device__ __forceinline__ void online_softmax(unsigned (&P)[KEYS / 16][M_TILES][4],
                                                    float (&S)[M_TILES][KEYS / 8][4], int n0) {
-        const float exponent = head.unit * Head::LOG2E, margin = RESCALE_THRESHOLD / exponent;
+        const float scale_log2 = head.unit * Head::LOG2E, margin = RESCALE_THRESHOLD / scale_log2;
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-        float lane_max[M_TILES][2], exponents[M_TILES][2];
+        float lane_max[M_TILES][2], scales_log2[M_TILES][2];
         bool exceeds = state.large;
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
@@ -186,15 +186,15 @@ struct ConsumerWarp {
                 lane_max[mt][half] =
                     score_mod_and_mask(S[mt], half, head, row0 + g, 16 * mt + 8 * half, n0 + 2 * q, MASKED);
                 exceeds |= lane_max[mt][half] > state.m[mt][half] + margin;
-                exponents[mt][half] = exponent;
+                scales_log2[mt][half] = scale_log2;
             }
         }
-        if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, exponents);
+        if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, scales_log2);
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                state.exponentiate(mt, half, S[mt], exponent, [&](int nt, float p0, float p1) {
+                state.exponentiate(mt, half, S[mt], scale_log2, [&](int nt, float p0, float p1) {
                     P[nt / 2][mt][nt % 2 * 2 + half] = pack_P(p0, p1);
                 });
             Head::Kept kept[KEYS / 16];

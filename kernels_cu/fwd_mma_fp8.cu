@@ -77,7 +77,7 @@ template <bool MASKED>
 __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, int warp_row0, int n0, SmemAddr Q_smem,
                                              SmemAddr K_smem, const QKOffsets& q_offsets, const QKOffsets& k_offsets) {
     constexpr int KEYS = MASKED && !Head::ELEMENT_MASK ? 32 : SUB_N;
-    const float exponent = head.unit * Head::LOG2E;
+    const float scale_log2 = head.unit * Head::LOG2E;
     const SmemAddr V_smem = K_smem + K_BYTES;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll 1
@@ -111,10 +111,10 @@ __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, i
                 float& m = state.m[mt][half];
                 const float m_new = row_max<4>(score_mod_and_mask(S[mt], half, head, warp_row0 + g, 16 * mt + 8 * half,
                                                                   n0 + n + 2 * q, MASKED, m));
-                alpha[mt][half] = rescale_factor(m, m_new, exponent);
+                alpha[mt][half] = rescale_factor(m, m_new, scale_log2);
                 m = m_new;
-                float sum = 0.0f, shift = softmax_shift(m, exponent, LOG2_P_MAX);
-                if (Head::is_large(m, exponent)) {  // compute S - m first
+                float sum = 0.0f, shift = softmax_shift(m, scale_log2, LOG2_P_MAX);
+                if (Head::is_large(m, scale_log2)) {  // compute S - m first
                     shift = LOG2_P_MAX;
 #pragma unroll
                     for (int i = 0; i < KEYS / 4; ++i) S[mt][i / 2][2 * half + i % 2] -= m;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, i
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
-                    s = ex2(fmaf(s, exponent, shift));
+                    s = ex2(fmaf(s, scale_log2, shift));
                     sum += s;
                     if (!kept[i / 4].keep(i / 2 % 2 * 2 + half, i % 2)) s = 0.0f;
                 }

@@ -118,7 +118,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
             if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
             if (!EARLY_K_RELEASE && j == last) release_Q();
             score_mod_and_mask(S, j, tile, visible_bits);
-            softmax.update<false>(P, S, state.exponent);
+            softmax.update<false>(P, S, state.scale_log2);
             apply_dropout(P, head, first_row, tile.n0);
             if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth mark in the loop costs 1% of time
         }
@@ -139,7 +139,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         TIMELINE(softmax);
         if (!BIAS_TILES) release_K(first_own);
         score_mod_and_mask(S, first_own, first, visible_bits);
-        softmax.update<true>(P, S, state.exponent);
+        softmax.update<true>(P, S, state.scale_log2);
         apply_dropout(P, head, first_row, first.n0);
         if (last > first_own) wait_K(first_own + 1);
     }

@@ -114,7 +114,7 @@ struct ConsumerWarpgroup {
     const WorkTileRange work_tile;
     const int m0, first_row;  // of the warpgroup, of the warp
     const Head head;
-    const float exponent;              // of P = exp2((S - m) * exponent)
+    const float scale_log2;            // of P = exp2((S - m) * scale_log2)
     const Range own;                   // key tiles that the warpgroup sees
     const int tiles, first_own, last;  // their number, and their indices in the work tile
     const Range fully_visible;         // keys that all rows of the warp see
@@ -124,7 +124,7 @@ struct ConsumerWarpgroup {
         : args(args), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1), own_turn(scheduler_barrier(consumer)),
           next_turn(scheduler_barrier((consumer + 1) % CONSUMERS)), pipe_index(pipe_index),
           work_tile(uniform(info), args.score), m0(work_tile.m0 + 64 * consumer), first_row(m0 + warp % 4 * 16),
-          head(args.score, work_tile.b, work_tile.h), exponent(head.unit * Head::LOG2E),
+          head(args.score, work_tile.b, work_tile.h), scale_log2(head.unit * Head::LOG2E),
           own(STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64)),
           tiles(has_rows() ? own.end - own.begin : 0), first_own(first_own_tile(work_tile, own, tiles)),
           last(first_own + tiles - 1), fully_visible(head.fully_visible_keys(first_row, first_row + 16)) {}
@@ -143,7 +143,7 @@ struct ConsumerWarpgroup {
         for (int j = first_own; j < last; ++j) {
             const int tiles_in_O = (j - first_own) % SPLIT_TILES;  // key tiles accumulated in the tensor cores
             if (tiles_in_O == 0 && j > first_own) {
-                if (j - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, exponent);
+                if (j - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, scale_log2);
                 long_sums.store(softmax.O, softmax.m);
             }
             TIMELINE(wait_V);
@@ -160,11 +160,11 @@ struct ConsumerWarpgroup {
             pass_turn();
             release<VtPipeline>(j);
             finish_S(S, j + 1);
-            if (!CHECK_SUMS && softmax.scores_too_large(S, exponent)) softmax.rescale(S, exponent);
+            if (!CHECK_SUMS && softmax.scores_too_large(S, scale_log2)) softmax.rescale(S, scale_log2);
             V_full = is_full<VtPipeline>(j + 1), K_full = is_full<KPipeline>(j + 2);
             float sums[2][2];
-            softmax.exponentiate(S, exponent, sums);
-            if (CHECK_SUMS && softmax.sums_too_large(sums)) softmax.rescale_after_exp(S, sums, exponent);
+            softmax.exponentiate(S, scale_log2, sums);
+            if (CHECK_SUMS && softmax.sums_too_large(sums)) softmax.rescale_after_exp(S, sums, scale_log2);
             softmax.add(sums);
             convert_P(P, S, head, first_row, work_tile.keys_at(j + 1));
         }
@@ -177,9 +177,9 @@ struct ConsumerWarpgroup {
         mma_QK(S, first_own);
         finish_S(S, first_own);
         float unused_alpha[2];  // O and l are still 0
-        softmax.raise_max(S, exponent, unused_alpha);
+        softmax.raise_max(S, scale_log2, unused_alpha);
         float sums[2][2];
-        softmax.exponentiate(S, exponent, sums);
+        softmax.exponentiate(S, scale_log2, sums);
         softmax.add(sums);
         convert_P(P, S, head, first_row, work_tile.keys_at(first_own));
     }
@@ -191,7 +191,7 @@ struct ConsumerWarpgroup {
         wait_PV(softmax);
         pass_turn();
         release<VtPipeline>(last);
-        if (last - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, exponent);
+        if (last - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, scale_log2);
     }
 
     // S = Q K^T
@@ -277,7 +277,7 @@ struct ConsumerWarpgroup {
 using StreamK = StreamKExchange<Fp8SoftmaxState, THREADS - 128>;
 
 // Rows m0 .. m0 + 63 of O and LSE; stream-K: unless a later block finalizes the work tile.
-__device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInfo& info, int m0, float exponent,
+__device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInfo& info, int m0, float scale_log2,
                                          unsigned warp, unsigned lane, const Arguments& args) {
     const unsigned consumer = warp / 4 - 1;
     const StreamK stream_k{args.partials, consumer};
@@ -285,7 +285,7 @@ __device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInf
         stream_k.publish(softmax, info.block, consumer_barrier(consumer), warp % 4 == 0 && lane == 0);
         return;
     }
-    if (STREAM_K && info.split.begin > 0) stream_k.merge(softmax, info.first, info.block, exponent);
+    if (STREAM_K && info.split.begin > 0) stream_k.merge(softmax, info.first, info.block, scale_log2);
 
     const Head scaled(args.score, info.b, info.h);
     // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite, or have very large scores, are
@@ -319,7 +319,8 @@ __device__ __forceinline__ void consume(char* smem, SmemAddr base, unsigned warp
         warpgroup.skip_tiles(warpgroup.first_own + max(tiles, 0), visited);
         const TileInfo epilogue_info = tile_info(smem, consumer, pipe_index >> 31);  // read again: saves registers
         pipe_index = pipe_index + visited ^ 1u << 31;                                // the other phase of Q's barriers
-        if (warpgroup.has_rows()) epilogue(softmax, epilogue_info, warpgroup.m0, warpgroup.exponent, warp, lane, args);
+        if (warpgroup.has_rows())
+            epilogue(softmax, epilogue_info, warpgroup.m0, warpgroup.scale_log2, warp, lane, args);
     }
 }
 

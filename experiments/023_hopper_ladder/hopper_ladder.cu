@@ -138,7 +138,7 @@ struct ConsumerWarpgroup {
     const unsigned consumer, lane, pipe_index;  // index in the pipelines of the first key tile
     const int first_row;                        // of the warp's 16
     const int tiles, own_tiles;                 // key tiles of the work tile, and those that this consumer's rows see
-    const float exponent;
+    const float scale_log2;
     const WarpSchedulerBarrier turn{consumer};
     const VisibleKeys visible_keys{head, first_row + static_cast<int>(lane) / 4};
     const Range fully_visible = head.fully_visible_keys<false>(first_row, first_row + 16);
@@ -174,12 +174,12 @@ struct ConsumerWarpgroup {
         TIMELINE(softmax);
         apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, visible_keys, fully_visible, true, {});
         if constexpr (DEFERRED == ON || FIRST) {
-            softmax.update<FIRST>(P, S, exponent);
+            softmax.update<FIRST>(P, S, scale_log2);
         } else {
             float sum[2], alpha[2];
-            softmax.raise_max(S, exponent, alpha);
+            softmax.raise_max(S, scale_log2, alpha);
             softmax.scale_O(softmax.O, alpha);
-            softmax.exponentiate(P, S, exponent, sum);
+            softmax.exponentiate(P, S, scale_log2, sum);
             softmax.l[0] += sum[0], softmax.l[1] += sum[1];
         }
     }

@@ -58,7 +58,7 @@ __device__ __forceinline__ void produce(SmemAddr base, const TensorMap& Q_map, c
 
 // Softmax state and O of the warpgroup's rows after all key tiles. first_row: of the warp's 16.
 __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, const Head& head, int first_row,
-                                        int tiles, float exponent) {
+                                        int tiles, float scale_log2) {
     const unsigned lane = threadIdx.x % 32;
     const VisibleKeys visible_keys(head, first_row + lane / 4);
     const Range fully_visible = head.fully_visible_keys<false>(first_row, first_row + 16);
@@ -87,9 +87,9 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
         if (lane == 0) KPipeline::release(base, j);
 
         apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, visible_keys, fully_visible, true, {});
-        softmax.raise_max(S, exponent, alpha);  // m and l
+        softmax.raise_max(S, scale_log2, alpha);  // m and l
         softmax.scale_O(softmax.O, alpha);
-        softmax.exponentiate(P, S, exponent, sum);
+        softmax.exponentiate(P, S, scale_log2, sum);
         softmax.l[0] += sum[0];
         softmax.l[1] += sum[1];
 

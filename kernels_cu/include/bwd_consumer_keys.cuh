@@ -45,7 +45,7 @@ struct KeyConsumer {
     const SmemAddr base;
     const unsigned warp, lane, consumer, own_turn, other_turn;  // turns: see scheduler_barrier
     const int key_offset;                                       // first key of the consumer within the tile
-    const float exponent;                                       // of P = exp2(S * exponent - LSE * log2(e))
+    const float scale_log2;                                     // of P = exp2(S * scale_log2 - LSE * log2(e))
     float dK[D_PAD / 2], dV[DV_PAD / 2];
     unsigned P[BLOCK_M / 16][4], dS[BLOCK_M / 16][4];  // P^T and dS^T
     int head, m0;                                      // of the next m_block
@@ -57,7 +57,7 @@ struct KeyConsumer {
     explicit __device__ __forceinline__ KeyConsumer(const BwdBlock& block)
         : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(opaque(warp / 4 - 1)),
           own_turn(scheduler_barrier(warp / 4 - 1)), other_turn(scheduler_barrier(2 - warp / 4)),
-          key_offset(64 * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
+          key_offset(64 * consumer), scale_log2(Head::unit_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
     // Whether the lane arrives for its warp. Computed on each call: a predicate kept through the mainloop would spill.
@@ -117,7 +117,7 @@ struct KeyConsumer {
         const FragmentCoords coords(mask.first_query, block.m_blocks.n0() + key_offset);
         apply_score_mod(S, derivative, bound, coords, bias);
         if constexpr (!MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { S[k] = -INF; });
-        compute_P(P, S, exponent, stats);
+        compute_P(P, S, scale_log2, stats);
         if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
     }
 

@@ -27,7 +27,7 @@ struct ConsumerWarpgroup {
     const SmemAddr base;
     const unsigned warp, lane, consumer;
     const int query_offset;  // first query of the consumer within the tile
-    const float exponent;    // of P = exp2(S * exponent - LSE * log2(e))
+    const float scale_log2;  // of P = exp2(S * scale_log2 - LSE * log2(e))
     float dK[COLS / 2], dV[V_COLS / 2];
     unsigned P[M / 16][4], dS[M / 16][4];  // P^T and dS^T
     int head, m0;                          // of the next m_block
@@ -35,7 +35,7 @@ struct ConsumerWarpgroup {
 
     explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
         : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(warp / 4 - 1),
-          query_offset(M * consumer), exponent(Head::unit_of(block.params.score) * Head::LOG2E) {
+          query_offset(M * consumer), scale_log2(Head::unit_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
     // Address of the consumer's queries in a tile of P or dS.
@@ -78,7 +78,7 @@ struct ConsumerWarpgroup {
         const unsigned no_bias[M / 16][4] = {};
         apply_score_mod(S, derivative, bound, coords, no_bias);
         if constexpr (!MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { S[k] = -INF; });
-        compute_P(P, S, exponent, stats);
+        compute_P(P, S, scale_log2, stats);
         if constexpr (MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { hide(P, k); });
     }
 

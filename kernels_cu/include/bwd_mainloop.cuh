@@ -37,14 +37,14 @@ __device__ __forceinline__ void mma_dQ(float (&dQ)[R], Descriptor A, Descriptor 
     wgmma_commit();
 }
 
-// P = exp2(S * exponent - LSE * log2(e)). stats: -LSE * log2(e) from the lane's first query on.
+// P = exp2(S * scale_log2 - LSE * log2(e)). stats: -LSE * log2(e) from the lane's first query on.
 template <int STEPS>
-__device__ __forceinline__ void compute_P(unsigned (&P)[STEPS][4], const float (&S)[8 * STEPS], float exponent,
+__device__ __forceinline__ void compute_P(unsigned (&P)[STEPS][4], const float (&S)[8 * STEPS], float scale_log2,
                                           const float* stats) {
 #pragma unroll
     for (int k = 0; k < 8 * STEPS; k += 2) {
         const float2 shift = *reinterpret_cast<const float2*>(stats + k / 4 * 8);
-        P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], exponent, shift.x)), ex2(fmaf(S[k + 1], exponent, shift.y)));
+        P[k / 8][k / 2 % 4] = pack(ex2(fmaf(S[k], scale_log2, shift.x)), ex2(fmaf(S[k + 1], scale_log2, shift.y)));
     }
 }
 

@@ -75,9 +75,9 @@ __device__ __forceinline__ void score_mod_and_mask(float (&S)[2][SUB_M / 8][4], 
     }
 }
 
-// P^T = exp2(S^T * exponent - LSE * log2(e)), packed. LSE: of the lane's first query.
+// P^T = exp2(S^T * scale_log2 - LSE * log2(e)), packed. LSE: of the lane's first query.
 __device__ __forceinline__ void exponentiate(unsigned (&P)[SUB_M / 16][2][4], const float (&S)[2][SUB_M / 8][4],
-                                             const float* LSE, float exponent) {
+                                             const float* LSE, float scale_log2) {
 #pragma unroll
     for (int nt = 0; nt < SUB_M / 8; ++nt) {
         const float2 lse = *reinterpret_cast<const float2*>(LSE + 8 * nt);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void exponentiate(unsigned (&P)[SUB_M / 16][2][4], co
         for (int i = 0; i < 4; ++i) {
             const float s0 = S[i / 2][nt][i % 2 * 2], s1 = S[i / 2][nt][i % 2 * 2 + 1];
             P[nt / 2][i / 2][nt % 2 * 2 + i % 2] =
-                pack(ex2(fmaf(s0, exponent, shift0)), ex2(fmaf(s1, exponent, shift1)));
+                pack(ex2(fmaf(s0, scale_log2, shift0)), ex2(fmaf(s1, scale_log2, shift1)));
         }
     }
 }

@@ -12,15 +12,15 @@ struct CombinedRow {
     float4 O = {0.0f, 0.0f, 0.0f, 0.0f};
 
     template <int COUNT>
-    __device__ __forceinline__ void add(const float2 (&sums)[COUNT], const float4 (&parts)[COUNT], float exponent) {
+    __device__ __forceinline__ void add(const float2 (&sums)[COUNT], const float4 (&parts)[COUNT], float scale_log2) {
         float m_new = m;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) m_new = fmaxf(m_new, sums[i].x);
-        const float alpha = rescale_factor(m, m_new, exponent);
+        const float alpha = rescale_factor(m, m_new, scale_log2);
         m = m_new, l *= alpha, O.x *= alpha, O.y *= alpha, O.z *= alpha, O.w *= alpha;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            const float weight = rescale_factor(sums[i].x, m_new, exponent);
+            const float weight = rescale_factor(sums[i].x, m_new, scale_log2);
             l += weight * sums[i].y;
             O.x += weight * parts[i].x, O.y += weight * parts[i].y;
             O.z += weight * parts[i].z, O.w += weight * parts[i].w;

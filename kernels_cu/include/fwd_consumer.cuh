@@ -10,15 +10,15 @@
 struct ConsumerState {  // of a consumer thread, kept from one work tile to the next
     char* const smem;
     const unsigned lane;
-    const float exponent;  // factor of raw scores in exp2 (softmax.cuh)
-    const int g, q;        // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
+    const float scale_log2;  // factor of raw scores in exp2 (softmax.cuh)
+    const int g, q;          // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
     const bool store_lane;
     unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
     int tiles_to_skip = 0;         // STAGGERED: last tiles of the previous work tile, which only other consumers see
     Scheduler::Consumer scheduler;
     bool more = false;  // scheduler.tile is valid
     __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
-        : smem(smem), lane(lane), exponent(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
+        : smem(smem), lane(lane), scale_log2(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
           store_lane(lane == 0), scheduler(smem) {}
 };
 

@@ -36,9 +36,9 @@ struct PartialO {
         slot[(VECTORS - 1) * THREADS] = make_float4(m[0], m[1], l0, l1);
     }
     // Adds what is stored to O and l. m is at least the stored one.
-    __device__ __forceinline__ void add_to(float (&O)[N], const float (&m)[2], float (&l)[2], float exponent) const {
+    __device__ __forceinline__ void add_to(float (&O)[N], const float (&m)[2], float (&l)[2], float scale_log2) const {
         const float4 stored = row_stats();
-        const float alpha[2] = {rescale_factor(stored.x, m[0], exponent), rescale_factor(stored.y, m[1], exponent)};
+        const float alpha[2] = {rescale_factor(stored.x, m[0], scale_log2), rescale_factor(stored.y, m[1], scale_log2)};
         l[0] = fmaf(stored.z, alpha[0], l[0]), l[1] = fmaf(stored.w, alpha[1], l[1]);
 #pragma unroll
         for (int i = 0; i < N / 4; ++i) {

@@ -11,7 +11,7 @@
 //
 // Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `P`). Tensor-core kernels use raw
 // scores, with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of
-// the factor unit * log2(e), called `exponent`, in the FFMA before exp2, which saves one multiplication per score.
+// the factor unit * log2(e), `scale_log2`, in the FFMA before exp2, which saves one multiplication per score.
 #pragma once
 #include "tensor.cuh"
 #include "dropout.cuh"
@@ -45,9 +45,10 @@ struct Head : Mask {
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;               // dx / d(scale * (q . k)) is not 1
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;   // needs more registers
     static constexpr float LOG2E = 1.4426950408889634f;                              // e^x = 2^(x log2(e))
-    // Up to this |m| * exponent, the argument of exp2 is one FFMA, fma(S, exponent, -m * exponent). The rounding of -m
-    // * exponent changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows, until P
-    // overflows: there, the argument is (S - m) * exponent.
+    // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). The rounding
+    // of -m
+    // * scale_log2 changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows, until P
+    // overflows: there, the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
     // The same limit for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which changes P
     // as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the largest
@@ -86,9 +87,9 @@ struct Head : Mask {
 #endif
     }
 
-    // Whether |m * exponent| exceeds LARGE; m: a row's maximum, raw. False for -inf, a row without a visible key.
-    static __device__ __forceinline__ bool is_large(float m, float exponent) {
-        return fabsf(m * exponent) > LARGE && m != -INF;
+    // Whether |m * scale_log2| exceeds LARGE; m: a row's maximum, raw. False for -inf, a row without a visible key.
+    static __device__ __forceinline__ bool is_large(float m, float scale_log2) {
+        return fabsf(m * scale_log2) > LARGE && m != -INF;
     }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}

@@ -21,25 +21,25 @@ struct RowStats : RowSoftmax<QueryRows> {
         for (int half = 0; half < 2; ++half) m[half] = fmaxf(m[half], row_max<4>(lane_max[half]));
     }
     // Updates m and rescales l. alpha: the factors of O.
-    __device__ __forceinline__ void raise_max(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
+    __device__ __forceinline__ void raise_max(const float (&S)[BLOCK_N / 2], float scale_log2, float (&alpha)[2]) {
         const float m_old[2] = {m[0], m[1]};
         update_max(S);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            alpha[half] = rescale_factor(m_old[half], m[half], exponent);
+            alpha[half] = rescale_factor(m_old[half], m[half], scale_log2);
             l[half] *= alpha[half];
         }
     }
-    // P = exp2((S - m) * exponent); `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m must
-    // then be raised.
+    // P = exp2((S - m) * scale_log2); `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m
+    // must then be raised.
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                                 float exponent, float (&sum)[2]) const {
+                                                 float scale_log2, float (&sum)[2]) const {
         float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
-        const float shifts[2] = {softmax_shift(m[0], exponent), softmax_shift(m[1], exponent)};
+        const float shifts[2] = {softmax_shift(m[0], scale_log2), softmax_shift(m[1], scale_log2)};
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2(fmaf(S[2 * i], exponent, shifts[i % 2]));
-            const float p1 = ex2(fmaf(S[2 * i + 1], exponent, shifts[i % 2]));
+            const float p0 = ex2(fmaf(S[2 * i], scale_log2, shifts[i % 2]));
+            const float p1 = ex2(fmaf(S[2 * i + 1], scale_log2, shifts[i % 2]));
             sums[i % 2][0] += p0;
             sums[i % 2][1] += p1;
             P[i / 4][i % 4] = pack(p0, p1);
@@ -51,41 +51,41 @@ struct RowStats : RowSoftmax<QueryRows> {
     // The same, but subtracts m before the multiplication: accurate for any |m|. If m is the row maximum, no sum
     // exceeds the limit.
     __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4],
-                                                             const float (&S)[BLOCK_N / 2], float exponent,
+                                                             const float (&S)[BLOCK_N / 2], float scale_log2,
                                                              float (&sum)[2]) const {
         const float tops[2] = {finite_max(m[0]), finite_max(m[1])};
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
-            const float p0 = ex2((S[2 * i] - tops[i % 2]) * exponent);
-            const float p1 = ex2((S[2 * i + 1] - tops[i % 2]) * exponent);
+            const float p0 = ex2((S[2 * i] - tops[i % 2]) * scale_log2);
+            const float p1 = ex2((S[2 * i + 1] - tops[i % 2]) * scale_log2);
             sum[i % 2] += p0 + p1;
             P[i / 4][i % 4] = pack(p0, p1);
         }
     }
     // Whether |m| of a row of the warp is so large that P must be computed from S - m.
-    __device__ __forceinline__ bool large(float exponent) const {
-        return __any_sync(0xffffffffu, Head::is_large(m[0], exponent) || Head::is_large(m[1], exponent));
+    __device__ __forceinline__ bool large(float scale_log2) const {
+        return __any_sync(0xffffffffu, Head::is_large(m[0], scale_log2) || Head::is_large(m[1], scale_log2));
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
     // if m has been raised. FIRST: the row's first key tile, whose P V overwrites O.
     template <bool FIRST, class RescaleO>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                           float exponent, const RescaleO& rescale_O) {
+                                           float scale_log2, const RescaleO& rescale_O) {
         if (FIRST) {
             update_max(S);
-            exponentiate(P, S, exponent, l);
-            m_is_large = large(exponent);
-            if (m_is_large) exponentiate_differences(P, S, exponent, l);
+            exponentiate(P, S, scale_log2, l);
+            m_is_large = large(scale_log2);
+            if (m_is_large) exponentiate_differences(P, S, scale_log2, l);
             return;
         }
         float sum[2];
-        if (__any_sync(0xffffffffu, exponentiate(P, S, exponent, sum) || m_is_large)) {
+        if (__any_sync(0xffffffffu, exponentiate(P, S, scale_log2, sum) || m_is_large)) {
             float alpha[2];
-            raise_max(S, exponent, alpha);
+            raise_max(S, scale_log2, alpha);
             rescale_O(alpha);
-            exponentiate_differences(P, S, exponent, sum);
-            m_is_large = large(exponent);
+            exponentiate_differences(P, S, scale_log2, sum);
+            m_is_large = large(scale_log2);
         }
         l[0] += sum[0];
         l[1] += sum[1];
@@ -99,8 +99,8 @@ struct SoftmaxState : RowStats {
 
     template <bool FIRST>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                           float exponent) {
-        RowStats::update<FIRST>(P, S, exponent, [&](const float (&alpha)[2]) { scale_O(O, alpha); });
+                                           float scale_log2) {
+        RowStats::update<FIRST>(P, S, scale_log2, [&](const float (&alpha)[2]) { scale_O(O, alpha); });
     }
     // Whether all of this thread's O are finite.
     __device__ __forceinline__ bool finite() const { return all_finite<4>(O); }

@@ -30,36 +30,36 @@ struct Fp8SoftmaxState : RowSoftmax<QueryRows> {
             lane_max[k / 2 % 4] = max3(lane_max[k / 2 % 4], score(k), score(k + 1));
         return max(max3(lane_max[0], lane_max[1], lane_max[2]), lane_max[3]);
     }
-    // Limit of score * exponent below which m stays: RESCALE_SHARE of the row sum, estimated from this thread's part.
-    __device__ __forceinline__ float score_limit(int half, float exponent) const {
+    // Limit of score * scale_log2 below which m stays: RESCALE_SHARE of the row sum, estimated from this thread's part.
+    __device__ __forceinline__ float score_limit(int half, float scale_log2) const {
         const float room = LOG2_P_MAX - lg2(l[half] * (4 * RESCALE_SHARE));
-        return fmaf(m[half], exponent, -fminf(fmaxf(room, 0.0f), HEADROOM));
+        return fmaf(m[half], scale_log2, -fminf(fmaxf(room, 0.0f), HEADROOM));
     }
     // Whether a row of the warp may need another m. Integer order is the order of non-negative floats, and any negative
     // float is below them. Therefore a negative maximum is inconclusive if the limit is negative, too.
-    __device__ __forceinline__ bool scores_too_large(const float (&S)[BLOCK_N / 2], float exponent) const {
+    __device__ __forceinline__ bool scores_too_large(const float (&S)[BLOCK_N / 2], float scale_log2) const {
         bool any = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int lane_max = largest(S, half);
-            const float limit = score_limit(half, exponent);
-            any |= __int_as_float(lane_max) * exponent > limit || (lane_max < 0 && limit < 0.0f);
+            const float limit = score_limit(half, scale_log2);
+            any |= __int_as_float(lane_max) * scale_log2 > limit || (lane_max < 0 && limit < 0.0f);
         }
         return __any_sync(0xffffffffu, any);
     }
     // Raises m of the rows that need it; alpha is the factor of their O and l. Returns whether a row changed.
-    __device__ __forceinline__ bool raise_max(const float (&S)[BLOCK_N / 2], float exponent, float (&alpha)[2]) {
+    __device__ __forceinline__ bool raise_max(const float (&S)[BLOCK_N / 2], float scale_log2, float (&alpha)[2]) {
         float lane_max[2][2] = {{-INF, -INF}, {-INF, -INF}};
         max_of(lane_max, S);
         bool rescaled = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float own = fmaxf(lane_max[half][0], lane_max[half][1]), highest = row_max<4>(own);
-            const bool requested = row_max<4>(own * exponent > score_limit(half, exponent) ? 1.0f : 0.0f) > 0.0f;
+            const bool requested = row_max<4>(own * scale_log2 > score_limit(half, scale_log2) ? 1.0f : 0.0f) > 0.0f;
             alpha[half] = 1.0f;
             if (requested) {
-                const float m_new = highest + HEADROOM / exponent;
-                alpha[half] = rescale_factor(m[half], m_new, exponent);
+                const float m_new = highest + HEADROOM / scale_log2;
+                alpha[half] = rescale_factor(m[half], m_new, scale_log2);
                 m[half] = m_new;
                 rescaled = true;
             }
@@ -71,31 +71,31 @@ struct Fp8SoftmaxState : RowSoftmax<QueryRows> {
         scale_O(O, alpha);
     }
     // Raises m where needed, and rescales O and l.
-    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float exponent) {
+    __device__ __forceinline__ void rescale(const float (&S)[BLOCK_N / 2], float scale_log2) {
         float alpha[2];
-        if (raise_max(S, exponent, alpha)) scale_sums(alpha);
+        if (raise_max(S, scale_log2, alpha)) scale_sums(alpha);
     }
     // Raises m to `m_new`, which is at least m.
-    __device__ __forceinline__ void rescale_to(const float (&m_new)[2], float exponent) {
+    __device__ __forceinline__ void rescale_to(const float (&m_new)[2], float scale_log2) {
         float alpha[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            alpha[half] = rescale_factor(m[half], m_new[half], exponent);
+            alpha[half] = rescale_factor(m[half], m_new[half], scale_log2);
             m[half] = m_new[half];
         }
         scale_sums(alpha);
     }
-    // S becomes P = P_MAX * exp2((S - m) * exponent); two partial sums per row.
-    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float exponent, float (&sums)[2][2]) {
+    // S becomes P = P_MAX * exp2((S - m) * scale_log2); two partial sums per row.
+    __device__ __forceinline__ void exponentiate(float (&S)[BLOCK_N / 2], float scale_log2, float (&sums)[2][2]) {
         float shift[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            shift[half] = softmax_shift(m[half], exponent, LOG2_P_MAX);
+            shift[half] = softmax_shift(m[half], scale_log2, LOG2_P_MAX);
             sums[half][0] = sums[half][1] = 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
-            S[i] = ex2(fmaf(S[i], exponent, shift[i / 2 % 2]));
+            S[i] = ex2(fmaf(S[i], scale_log2, shift[i / 2 % 2]));
             sums[i / 2 % 2][i % 2] += S[i];
         }
     }
@@ -114,7 +114,7 @@ struct Fp8SoftmaxState : RowSoftmax<QueryRows> {
     }
     // Raises m of the rows that need it, after the exponentials: their largest P becomes P_AFTER_RESCALE. If P is
     // infinite, m becomes infinite, large() is true, and the row is recomputed by non_finite.cuh.
-    __device__ __forceinline__ void rescale_after_exp(float (&P)[BLOCK_N / 2], float (&sums)[2][2], float exponent) {
+    __device__ __forceinline__ void rescale_after_exp(float (&P)[BLOCK_N / 2], float (&sums)[2][2], float scale_log2) {
         float lane_max[2][2] = {};
         max_of(lane_max, P);
         float alpha[2] = {1.0f, 1.0f};
@@ -124,7 +124,7 @@ struct Fp8SoftmaxState : RowSoftmax<QueryRows> {
             const bool requested = own > max_P(half) || fmaxf(sums[half][0], sums[half][1]) > P_OVERFLOW;
             if (row_max<4>(requested ? 1.0f : 0.0f) == 0.0f) continue;
             alpha[half] = P_AFTER_RESCALE / highest;
-            m[half] -= lg2(alpha[half]) / exponent;
+            m[half] -= lg2(alpha[half]) / scale_log2;
             sums[half][0] *= alpha[half], sums[half][1] *= alpha[half];
         }
         if (!__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) return;
@@ -132,9 +132,9 @@ struct Fp8SoftmaxState : RowSoftmax<QueryRows> {
         scale_sums(alpha);
     }
     // Whether |m| is too large for one FFMA: at the limit the relative error of P is 2^-5, half of its rounding error.
-    __device__ __forceinline__ bool large(float exponent) const {
+    __device__ __forceinline__ bool large(float scale_log2) const {
         constexpr float LIMIT = 128.0f;  // times the limit of is_large: 2^20
-        return Head::is_large(m[0], exponent / LIMIT) || Head::is_large(m[1], exponent / LIMIT);
+        return Head::is_large(m[0], scale_log2 / LIMIT) || Head::is_large(m[1], scale_log2 / LIMIT);
     }
     // A masked key has P = 0, but 0 * NaN is NaN. Only masks hide keys.
     __device__ __forceinline__ bool finite() const { return !Head::HIDES || all_finite<1>(O); }

@@ -3,7 +3,7 @@
 // After the first tiles a step costs one vote instead of shuffles and HEAD_DIM / 4 multiplications per row.
 //
 // A warp has M_TILES tiles of 16 query rows; a lane has rows g and g + 8 (half 0 and 1) of each, g = lane / 4, and
-// columns 2q and 2q + 1 of every 8, q = lane % 4 (ptx.cuh). Scores are raw (score_mod.cuh); `exponent` is unit *
+// columns 2q and 2q + 1 of every 8, q = lane % 4 (ptx.cuh). Scores are raw (score_mod.cuh); `scale_log2` is unit *
 // log2(e) of a row.
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
@@ -50,17 +50,17 @@ struct WarpSoftmax {
     // becomes S - m.
     template <int N_TILES>
     __device__ __forceinline__ void rescale(float (&S)[M_TILES][N_TILES][4], const float (&lane_max)[M_TILES][2],
-                                            const float (&exponents)[M_TILES][2]) {
+                                            const float (&scales_log2)[M_TILES][2]) {
         bool any_large = false;
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float m_old = m[mt][half], exponent = exponents[mt][half];
+                const float m_old = m[mt][half], scale_log2 = scales_log2[mt][half];
                 const float m_new = fmaxf(m_old, row_max<4>(lane_max[mt][half]));
-                const float alpha = rescale_factor(m_old, m_new, exponent);
+                const float alpha = rescale_factor(m_old, m_new, scale_log2);
                 m[mt][half] = m_new;
-                any_large |= Head::is_large(m_new, exponent);
+                any_large |= Head::is_large(m_new, scale_log2);
                 l[mt][half] *= alpha;
 #pragma unroll
                 for (int nt = 0; nt < COLUMNS / 8; ++nt) {
@@ -74,21 +74,21 @@ struct WarpSoftmax {
 #pragma unroll
         for (int i = 0; i < M_TILES * N_TILES * 4; ++i) {
             const int mt = i / (N_TILES * 4), half = i / 2 % 2;
-            if (Head::is_large(m[mt][half], exponents[mt][half])) S[mt][i / 4 % N_TILES][i % 4] -= m[mt][half];
+            if (Head::is_large(m[mt][half], scales_log2[mt][half])) S[mt][i / 4 % N_TILES][i % 4] -= m[mt][half];
         }
     }
 
-    // P = exp2((S - m) * exponent) of one row, and l += P: calls use(nt, p0, p1) for each pair of adjacent keys.
+    // P = exp2((S - m) * scale_log2) of one row, and l += P: calls use(nt, p0, p1) for each pair of adjacent keys.
     template <int N_TILES, class Use>
-    __device__ __forceinline__ void exponentiate(int mt, int half, const float (&S)[N_TILES][4], float exponent,
+    __device__ __forceinline__ void exponentiate(int mt, int half, const float (&S)[N_TILES][4], float scale_log2,
                                                  const Use& use) {
-        const float scaled_m = -m[mt][half] * exponent;
+        const float scaled_m = -m[mt][half] * scale_log2;
         const float shift =
             fabsf(scaled_m) > Head::LARGE ? 0.0f : scaled_m;  // no visible key: P = 0; large: S is S - m
 #pragma unroll
         for (int nt = 0; nt < N_TILES; ++nt) {
-            const float p0 = ex2(fmaf(S[nt][2 * half], exponent, shift));
-            const float p1 = ex2(fmaf(S[nt][2 * half + 1], exponent, shift));
+            const float p0 = ex2(fmaf(S[nt][2 * half], scale_log2, shift));
+            const float p1 = ex2(fmaf(S[nt][2 * half + 1], scale_log2, shift));
             l[mt][half] += p0 + p1;
             use(nt, p0, p1);
         }

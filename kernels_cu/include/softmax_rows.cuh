@@ -1,22 +1,24 @@
 // Building blocks of online softmax, for any layout of the accumulator: the factor alpha, the exponent of P, row
-// maxima, and rescaling of O. The parameter `exponent` is the factor of raw scores in
-// exp2, unit * log2(e) (score_mod.cuh).
+// maxima, and rescaling of O. The parameter `scale_log2` is the factor of raw scores in exp2, unit * log2(e)
+// (score_mod.cuh; FlashAttention: softmax_scale_log2).
 #pragma once
 #include "score_mod.cuh"
 
-constexpr float SCORE_LIMIT = 3e38f;  // upper limit of -m * exponent, for m = -INF: finite, near the largest float
+constexpr float SCORE_LIMIT = 3e38f;  // upper limit of -m * scale_log2, for m = -INF: finite, near the largest float
 
 // alpha: the factor that rescales l and O from the maximum m_old to m_new.
-__device__ __forceinline__ float rescale_factor(float m_old, float m_new, float exponent) {
-    return m_old == m_new ? 1.0f : ex2((m_old - m_new) * exponent);  // for equal infinities 1, not NaN
+__device__ __forceinline__ float rescale_factor(float m_old, float m_new, float scale_log2) {
+    return m_old == m_new ? 1.0f : ex2((m_old - m_new) * scale_log2);  // for equal infinities 1, not NaN
 }
-// P = exp2(S * exponent + shift). While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and above every
+// P = exp2(S * scale_log2 + shift). While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and above every
 // limit elsewhere, so that m is raised. With log2_factor, P is multiplied by 2^log2_factor.
-__device__ __forceinline__ float softmax_shift(float m, float exponent) { return fminf(-m * exponent, SCORE_LIMIT); }
-__device__ __forceinline__ float softmax_shift(float m, float exponent, float log2_factor) {
-    return fminf(fmaf(-m, exponent, log2_factor), SCORE_LIMIT);
+__device__ __forceinline__ float softmax_shift(float m, float scale_log2) {
+    return fminf(-m * scale_log2, SCORE_LIMIT);
 }
-// P = exp2((S - finite_max(m)) * exponent): accurate for any |m|. While m is -INF, P is 0, not NaN.
+__device__ __forceinline__ float softmax_shift(float m, float scale_log2, float log2_factor) {
+    return fminf(fmaf(-m, scale_log2, log2_factor), SCORE_LIMIT);
+}
+// P = exp2((S - finite_max(m)) * scale_log2): accurate for any |m|. While m is -INF, P is 0, not NaN.
 __device__ __forceinline__ float finite_max(float m) { return m == -INF ? 0.0f : m; }
 
 // Layouts of an accumulator. ROWS: the number of query rows of which a thread has elements; row(i): the one of register

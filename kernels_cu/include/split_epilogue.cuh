@@ -18,7 +18,7 @@ __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q,
                                                      const PackedRow& row, int kv_head, int first, int end, float* O) {
     const int lane = threadIdx.x % 32;
     const Head head(seqlen, row.h);
-    const float exponent = head.unit * Head::LOG2E;
+    const float scale_log2 = head.unit * Head::LOG2E;
     float m = -INF, l = 0.0f;
     for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = 0.0f;
     for (int n = 0; row.i < head.Sq && first + n / BLOCK_N * WARPS < end; ++n) {
@@ -28,8 +28,8 @@ __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q,
         for (int d = lane; d < HEAD_DIM; d += 32)
             dot += to_float(head.query(Q, row.h, row.i)[d]) * to_float(head.key(K, kv_head, j)[d]);
         const float s = head.raw(row_sum<32>(dot), ScoreIndex(row.i, j)), m_new = fmaxf(m, s);
-        const float alpha = rescale_factor(m, m_new, exponent),
-                    p = ex2((s - (m_new == -INF ? 0.0f : m_new)) * exponent);
+        const float alpha = rescale_factor(m, m_new, scale_log2),
+                    p = ex2((s - (m_new == -INF ? 0.0f : m_new)) * scale_log2);
         const float kept = head.keep(row.i, j) ? p : 0.0f;
         for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = alpha * O[d] + kept * to_float(head.key(V, kv_head, j)[d]);
         l = alpha * l + p;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     const long long number = head.lse_offset(H, h) + tile.row0;
     const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
                          static_cast<long long>(H) * query_rows(score), first_split);
-    const float exponent = head.unit * Head::LOG2E;
+    const float scale_log2 = head.unit * Head::LOG2E;
 
     CombinedRow group_sum;
     const int splits_end = group < GROUPS ? first_split.splits : 0;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
         cp_async_wait<0>();
 #pragma unroll
         for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
-        group_sum.add(sums, O_part, exponent);
+        group_sum.add(sums, O_part, scale_log2);
     }
     O_smem[0][threadIdx.x] = group_sum.O;
     if (group < GROUPS && quad == 0) sums_smem[group] = make_float2(group_sum.m, group_sum.l);
@@ -102,6 +102,6 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     float4 O_part[GROUPS];
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
-    sum.add(sums, O_part, exponent);
+    sum.add(sums, O_part, scale_log2);
     store_row(O, LSE, head, h, tile.row0, number, quad, sum);
 }

@@ -44,7 +44,7 @@ struct StreamKExchange {
         if (leader) counter_arrive(counter(block));
     }
     // Adds the partial O of blocks first .. end - 1.
-    __device__ __forceinline__ void merge(State& softmax, unsigned first, unsigned end, float exponent) const {
+    __device__ __forceinline__ void merge(State& softmax, unsigned first, unsigned end, float scale_log2) const {
         float m_new[2] = {softmax.m[0], softmax.m[1]};
 #pragma unroll 1
         for (unsigned block = first; block < end; ++block) {
@@ -52,9 +52,9 @@ struct StreamKExchange {
             const float4 stored = slot(block).row_stats();
             m_new[0] = fmaxf(m_new[0], stored.x), m_new[1] = fmaxf(m_new[1], stored.y);
         }
-        softmax.rescale_to(m_new, exponent);
+        softmax.rescale_to(m_new, scale_log2);
 #pragma unroll 1
         for (unsigned block = first; block < end; ++block)
-            slot(block).add_to(softmax.O, softmax.m, softmax.l, exponent);
+            slot(block).add_to(softmax.O, softmax.m, softmax.l, scale_log2);
     }
 };
