@@ -132,12 +132,13 @@ __device__ __forceinline__ void sum_gradients(View<const dtype> A, View<const dt
                 for (int i = 0; i < ROWS; ++i) {
                     const int owned = owned0 + ty + i * THREADS_Y, other = other0 + tx + j * THREADS_X;
                     const int query_row = BY_KEY ? other : owned, key_col = BY_KEY ? owned : other;
-                    const bool in_mask = head.visible_in_bounds(query_row, key_col);
-                    const Dual p = head.P(P[i][j], in_mask ? LSE[row + query_row] : 0.0f, query_row, key_col);
+                    const bool is_visible = head.visible_in_bounds(query_row, key_col);
+                    const auto [p, dx] =
+                        head.recompute_P(P[i][j], is_visible ? LSE[row + query_row] : 0.0f, query_row, key_col);
                     const bool kept = head.keep(query_row, key_col);
-                    P[i][j] = in_mask ? head.apply_dropout(p.value, kept) : 0.0f;
+                    P[i][j] = is_visible ? head.apply_dropout(p, kept) : 0.0f;
                     const float dP = head.apply_dropout(dS[i][j], kept);
-                    dS[i][j] = in_mask ? p.value * (dP - delta[row + query_row]) * p.derivative : 0.0f;
+                    dS[i][j] = is_visible ? p * (dP - delta[row + query_row]) * dx : 0.0f;
                 }
 
             const int m0 = BY_KEY ? other0 : owned0, n0 = BY_KEY ? owned0 : other0;

@@ -72,12 +72,13 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
             }
             const auto visible = head.visible_query_rows<BLOCK_M>(m0, key_col);
             for (int i = 0; i < BLOCK_M; ++i) {
-                const bool in_mask = visible(i);
-                const Dual P = head.P(P_rmem[i], in_mask ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
+                const bool is_visible = visible(i);
+                const auto [p, dx] =
+                    head.recompute_P(P_rmem[i], is_visible ? LSE[first + m0 + i] : 0.0f, m0 + i, key_col);
                 const bool kept = head.keep(m0 + i, key_col);
-                P_rmem[i] = in_mask ? head.apply_dropout(P.value, kept) : 0.0f;
+                P_rmem[i] = is_visible ? head.apply_dropout(p, kept) : 0.0f;
                 const float dP = head.apply_dropout(dS_rmem[i], kept);
-                dS_rmem[i] = in_mask ? P.value * (dP - delta[first + m0 + i]) * P.derivative : 0.0f;
+                dS_rmem[i] = is_visible ? p * (dP - delta[first + m0 + i]) * dx : 0.0f;
             }
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM_V; ++d) {
@@ -144,9 +145,9 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
         }
         const auto visible = head.visible_keys<BLOCK_N>(query_row, n0);
         for (int j = 0; j < BLOCK_N; ++j) {
-            const Dual P = head.P(S_rmem[j], lse, query_row, n0 + j);
+            const auto [p, dx] = head.recompute_P(S_rmem[j], lse, query_row, n0 + j);
             const float dP = head.apply_dropout(dS_rmem[j], head.keep(query_row, n0 + j));
-            dS_rmem[j] = P.value * (dP - row_delta) * P.derivative;
+            dS_rmem[j] = p * (dP - row_delta) * dx;
         }
 #pragma unroll 1
         for (int d = 0; d < HEAD_DIM; ++d) {

@@ -158,9 +158,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void bwd_preprocess_bias(
                             const int query_row = m0 + ty + r * SIDE, key_col = n0 + tx + c * SIDE;
                             if (!head.visible_in_bounds(query_row, key_col)) continue;
                             const long long row = first + query_row;
-                            const Dual P = head.P<true>(S[r][c], LSE[row], query_row, key_col);
+                            const auto [p, dx] = head.recompute_P<true>(S[r][c], LSE[row], query_row, key_col);
                             const float dropped_dP = head.apply_dropout(dP[r][c], head.keep(query_row, key_col));
-                            sums[r][c] += P.value * (dropped_dP - delta[row]) * P.derivative;
+                            sums[r][c] += p * (dropped_dP - delta[row]) * dx;
                         }
                 }
             }

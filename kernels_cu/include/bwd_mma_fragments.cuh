@@ -43,11 +43,6 @@ struct Warp {
     }
 };
 
-// Whether a score is visible. False for query rows >= Sq.
-__device__ __forceinline__ bool in_mask(const Head& head, ScoreIndex at) {
-    return head.visible_in_bounds(at.query_row(), at.key_col());
-}
-
 // Score modification and mask of 32 keys x SUB_M queries of S^T. at(mt, half, nt, odd): index of element 2 * half + odd
 // of S[mt][nt]. derivative: of the score modification, as 16-bit pairs. masked: some scores may be hidden.
 template <class At, int STEPS>
@@ -70,7 +65,7 @@ __device__ __forceinline__ void score_mod_and_mask(float (&S)[2][SUB_M / 8][4], 
         for (int i = 0; i < SUB_M; ++i) {
             const int mt = i % 2, half = i / 2 % 2, nt = i / 4 % (SUB_M / 8), odd = i / 4 / (SUB_M / 8);
             const ScoreIndex index = at(mt, half, nt, odd);
-            if (!in_mask(head, index)) S[mt][nt][2 * half + odd] = -INF;
+            if (!head.visible_in_bounds(index.query_row(), index.key_col())) S[mt][nt][2 * half + odd] = -INF;
         }
     }
 }

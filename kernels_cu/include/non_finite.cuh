@@ -75,11 +75,11 @@ struct Pair {
         float s = 0.0f, dp = 0.0f;
         for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
         for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
-        const Dual P = head.P(row_sum<32>(s), lse, i, j);
+        const RecomputedP P = head.recompute_P(row_sum<32>(s), lse, i, j);
         const bool kept = head.keep(i, j);
-        const float undropped = lse == -INF ? 0.0f : P.value;
+        const float undropped = lse == -INF ? 0.0f : P.p;
         p = head.apply_dropout(undropped, kept);
-        ds = undropped * (head.apply_dropout(row_sum<32>(dp), kept) - delta) * P.derivative;
+        ds = undropped * (head.apply_dropout(row_sum<32>(dp), kept) - delta) * P.dx;
     }
 };
 

@@ -9,9 +9,9 @@
 //
 // An option that a problem does not use is not compiled in.
 //
-// Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `P`). Tensor-core kernels use raw
-// scores, with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then part of
-// the factor unit * log2(e), `scale_log2`, in the FFMA before exp2, which saves one multiplication per score.
+// Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `recompute_P`). Tensor-core kernels
+// use raw scores, with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then
+// part of the factor unit * log2(e), `scale_log2`, in the FFMA before exp2, which saves one multiplication per score.
 #pragma once
 #include "tensor.cuh"
 #include "dropout.cuh"
@@ -23,6 +23,11 @@
 // A row of the output: its LSE, and the factor that normalizes the accumulated O.
 struct FinalizedRow {
     float lse, inverse;
+};
+
+// P of an element of S, recomputed from LSE, and the factor of the score modification: dS = p * (dP - delta) * dx.
+struct RecomputedP {
+    float p, dx;  // dx: dx / d(scale * (q . k)), or with OF_BIAS dx / dbias
 };
 
 // Values of the template parameters IN_X and APPROXIMATELY of Head's functions.
@@ -170,10 +175,9 @@ struct Head : Mask {
         return visible(query_row, key_col) ? apply_score_mod<float, NATURAL>(dot, {query_row, key_col}) : -INF;
     }
 
-    // Backward: P, recomputed from LSE, and the derivative of x. P is 0 where the mask hides the element, unless LSE is
-    // NaN.
+    // Backward. P is 0 where the mask hides the element, unless LSE is NaN.
     template <bool OF_BIAS = false>
-    __device__ __forceinline__ Dual P(float dot, float lse, int query_row, int key_col) const {
+    __device__ __forceinline__ RecomputedP recompute_P(float dot, float lse, int query_row, int key_col) const {
         const Dual x = apply_score_mod<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
         const float shift = lse == -INF ? 0.0f : lse;  // no visible key: -INF - -INF would be NaN
         const bool has_derivative = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
