@@ -135,7 +135,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
     float* lse = LSE + head.lse_offset(gridDim.y, h) + query_row;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, O_row += THREADS_Y * O.stride_s) {
-        const FinalizedRow final_row = head.finalize<NATURAL>(m[i], row_sum<THREADS_X>(l[i]));
+        const FinalizedRow final_row = head.finalize<ScoreUnits::SCALED>(m[i], row_sum<THREADS_X>(l[i]));
         if (query_row + i * THREADS_Y >= head.Sq) continue;
 #pragma unroll
         for (int c = 0; c < O_COLS; ++c) {

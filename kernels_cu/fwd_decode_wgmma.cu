@@ -309,7 +309,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             const auto finalize = [&](const Head& head, int row, float m) {
                 float sum = 0.0f;
                 for (int w = 0; w < 4; ++w) sum += warp_stats[w * BLOCK_M + row];
-                return head.finalize<!NATURAL, APPROXIMATE>(m, sum);
+                return head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(m, sum);
             };
             const auto head_of = [&](int row) {
                 return Head(group_head, work_tile.has(row) ? work_tile.head(row) : work_tile.h * group);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void finalize_rows(const SoftmaxState& softmax, const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float l = row_sum<4>(softmax.l[half]);
-        const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], l);
+        const FinalizedRow final_row = head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(softmax.m[half], l);
         inverse_l[half] = final_row.inverse;
         const int query_row = row + 8 * half;
         if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(head_at) + query_row] = final_row.lse;

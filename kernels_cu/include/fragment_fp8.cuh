@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_O_and_LSE(const Fp8SoftmaxState& softmax, 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float l = sum[half] * (1.0f / P_MAX);
-        const FinalizedRow final_row = head.finalize<!NATURAL, APPROXIMATE>(softmax.m[half], l);
+        const FinalizedRow final_row = head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(softmax.m[half], l);
         const float inverse = final_row.inverse * (1.0f / P_MAX);
         if (row + 8 * half >= head.Sq) continue;
         if (q == 0) lse[8 * half] = final_row.lse;

@@ -51,7 +51,8 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
             float dot = 0.0f;
             for (int d = lane; d < HEAD_DIM; d += 32)
                 dot += to_float(head.query(Q, h, i)[d]) * to_float(head.key(K, h / group, j)[d]);
-            const float s = head.apply_score_mod<float, NATURAL>(row_sum<32>(dot), {i, j}), m_new = fmaxf(m, s);
+            const float s = head.apply_score_mod<float, ScoreUnits::SCALED>(row_sum<32>(dot), {i, j}),
+                        m_new = fmaxf(m, s);
             const float shift = m_new == -INF ? 0.0f : m_new;
             const float alpha = expf(m - shift), p = expf(s - shift), kept = head.keep(i, j) ? p : 0.0f;
             for (int d = 0; d < OWNED_COLS_V; ++d)
@@ -60,7 +61,7 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
             l = alpha * l + p;
             m = m_new;
         }
-        const FinalizedRow final_row = head.finalize<NATURAL>(m, l);
+        const FinalizedRow final_row = head.finalize<ScoreUnits::SCALED>(m, l);
         for (int d = 0; d < OWNED_COLS_V; ++d)
             if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * final_row.inverse);
         if (lane == 0) LSE[head.lse_offset(H, h) + i] = final_row.lse;

@@ -30,9 +30,10 @@ struct RecomputedP {
     float p, dx;  // dx: dx / d(scale * (q . k)), or with OF_BIAS dx / dbias
 };
 
-// Values of the template parameters IN_X and APPROXIMATELY of Head's functions.
-constexpr bool NATURAL = true;      // scores are x, not raw
-constexpr bool APPROXIMATE = true;  // results may have an error of a few ulp
+// The representation of scores (above). RAW: raw * unit = x. SCALED: x.
+enum class ScoreUnits { RAW, SCALED };
+// EXACT: rounded as expf and logf. APPROXIMATE: hardware instructions, with an error of a few ulp.
+enum class Precision { EXACT, APPROXIMATE };
 
 // Element (i + down, j + right) of S. i and j are the same for all elements of a thread; down and right are constants
 // after unrolling.
@@ -46,14 +47,15 @@ struct ScoreIndex {
 
 // Head h of batch entry b: its scores, mask, and row addresses.
 struct Head : Mask {
+    // A new score modification appears in the first of these and, if its derivative is not 1, in the second: kernels
+    // skip the modification, or multiply by its derivative, accordingly.
     static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x = scale * (q . k)
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;               // dx / d(scale * (q . k)) is not 1
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;   // needs more registers
     static constexpr float LOG2E = 1.4426950408889634f;                              // e^x = 2^(x log2(e))
     // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). The rounding
-    // of -m
-    // * scale_log2 changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows, until P
-    // overflows: there, the argument is (S - m) * scale_log2.
+    // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows,
+    // until P overflows: there, the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
     // The same limit for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which changes P
     // as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the largest
@@ -82,7 +84,7 @@ struct Head : Mask {
     Dropout dropout;
 #endif
 
-    // `unit` of a problem whose unit is the same for all heads.
+    // `unit` of a problem whose unit is the same for all heads. With softcap, raw scores are tanh(x / softcap).
     static __device__ __forceinline__ float unit_of(const Score& score) {
         if (Snippet::SCORES) return 1.0f;
 #if SOFTCAP
@@ -139,28 +141,30 @@ struct Head : Mask {
 #endif
     }
 
-    // x of a dot product (IN_X), or the raw score. T is float, or Dual for the derivative with respect to scale * (q .
-    // k), or with OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an
-    // out-of-bounds access. shift: the element's bias; without this argument it is loaded here.
-    template <class T, bool IN_X, bool OF_BIAS = false>
+    // The score of a dot product after all modifications. T is float, or Dual for the derivative with respect to scale
+    // * (q . k), or with OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an
+    // out-of-bounds access. bias_value: the element's bias; without this argument it is loaded here. A new modification
+    // takes x and its derivative from the one before (Dual's functions, or with_derivative); see also LINEAR,
+    // HAS_DERIVATIVE and unit_of.
+    template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const {
-        return apply_score_mod<T, IN_X, OF_BIAS>(dot, at, bias_of(at));
+        return apply_score_mod<T, UNITS, OF_BIAS>(dot, at, bias_of(at));
     }
-    template <class T, bool IN_X, bool OF_BIAS = false>
-    __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float shift) const {
-        constexpr bool IN_UNITS_OF_1 = IN_X || Snippet::SCORES;
-        T x = number<T>(IN_UNITS_OF_1 ? dot * head_scale() : dot, 1.0f);
+    template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
+    __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float bias_value) const {
+        constexpr bool SCALED = UNITS == ScoreUnits::SCALED || Snippet::SCORES;  // with a snippet, unit is 1
+        T x = with_derivative<T>(SCALED ? dot * head_scale() : dot, 1.0f);
 #if SOFTCAP
         const float y = expression::tanh(dot * (head_scale() * (1.0f / score.softcap)));
-        x = number<T>(IN_UNITS_OF_1 ? score.softcap * y : y, 1.0f - y * y);
+        x = with_derivative<T>(SCALED ? score.softcap * y : y, derivative_of(x) * (1.0f - y * y));
 #endif
 #if ALIBI
         const float distance = static_cast<float>(at.i + diagonal - at.j) + static_cast<float>(at.down - at.right);
-        x = x - (IN_UNITS_OF_1 ? slope : slope * per_unit) * fabsf(distance);
+        x = x - (SCALED ? slope : slope * per_unit) * fabsf(distance);
 #endif
 #if BIAS
-        x = x + (IN_UNITS_OF_1 ? shift : shift * per_unit);
-        if (OF_BIAS) x = number<T>(value_of(x), 1.0f);
+        x = x + (SCALED ? bias_value : bias_value * per_unit);
+        if (OF_BIAS) x = with_derivative<T>(value_of(x), 1.0f);
 #endif
 #if SCORE_SNIPPET
         if (Snippet::SCORES)
@@ -172,17 +176,18 @@ struct Head : Mask {
 
     // x, or -INF where the mask hides it, even if the dot product is NaN.
     __device__ __forceinline__ float masked(float dot, int query_row, int key_col) const {
-        return visible(query_row, key_col) ? apply_score_mod<float, NATURAL>(dot, {query_row, key_col}) : -INF;
+        return visible(query_row, key_col) ? apply_score_mod<float, ScoreUnits::SCALED>(dot, {query_row, key_col})
+                                           : -INF;
     }
 
     // Backward. P is 0 where the mask hides the element, unless LSE is NaN.
     template <bool OF_BIAS = false>
     __device__ __forceinline__ RecomputedP recompute_P(float dot, float lse, int query_row, int key_col) const {
-        const Dual x = apply_score_mod<Dual, NATURAL, OF_BIAS>(dot, {query_row, key_col});
-        const float shift = lse == -INF ? 0.0f : lse;  // no visible key: -INF - -INF would be NaN
+        const Dual x = apply_score_mod<Dual, ScoreUnits::SCALED, OF_BIAS>(dot, {query_row, key_col});
+        const float finite_lse = lse == -INF ? 0.0f : lse;  // no visible key: -INF - -INF would be NaN
         const bool has_derivative = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
-        // __fadd_rn: contraction to fma(dot, scale, -shift) would not cancel the rounding of LSE.
-        const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -shift);
+        // __fadd_rn: contraction to fma(dot, scale, -lse) would not cancel the rounding of LSE.
+        const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -finite_lse);
         return {expf(exponent > 0.0f ? 0.0f : exponent),
                 has_derivative ? x.derivative : 1.0f};  // P <= 1 although LSE is rounded
     }
@@ -194,27 +199,28 @@ struct Head : Mask {
 
     // Raw scores before masking.
     __device__ __forceinline__ float raw(float dot, ScoreIndex at) const {
-        return LINEAR ? dot : apply_score_mod<float, !NATURAL>(dot, at);
+        return LINEAR ? dot : apply_score_mod<float, ScoreUnits::RAW>(dot, at);
     }
-    __device__ __forceinline__ float raw(float dot, ScoreIndex at, float shift) const {
-        return apply_score_mod<float, !NATURAL>(dot, at, shift);
+    __device__ __forceinline__ float raw(float dot, ScoreIndex at, float bias_value) const {
+        return apply_score_mod<float, ScoreUnits::RAW>(dot, at, bias_value);
     }
     __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at) const {
-        return apply_score_mod<Dual, !NATURAL>(dot, at);
+        return apply_score_mod<Dual, ScoreUnits::RAW>(dot, at);
     }
-    __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at, float shift) const {
-        return apply_score_mod<Dual, !NATURAL>(dot, at, shift);
+    __device__ __forceinline__ Dual raw_dual(float dot, ScoreIndex at, float bias_value) const {
+        return apply_score_mod<Dual, ScoreUnits::RAW>(dot, at, bias_value);
     }
 
-    // LSE and the normalization factor of a row, from its maximum m (of raw scores, or with IN_X of x) and its sum l of
-    // exp(x - max). The factor is 0 for l = 0, a row without a visible key. APPROXIMATELY: hardware log2 and
-    // reciprocal, with an error of a few ulp; for l = 0 or l >= about 1.
-    template <bool IN_X = false, bool APPROXIMATELY = false>
+    // LSE and the normalization factor of a row, from its maximum m (in UNITS) and its sum l of exp(x - max). The
+    // factor is 0 for l = 0, a row without a visible key. APPROXIMATE requires l = 0 or l >= about 1.
+    template <ScoreUnits UNITS = ScoreUnits::RAW, Precision PRECISION = Precision::EXACT>
     __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
-        FinalizedRow row = {(IN_X ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
-                            l == 0.0f       ? 0.0f
-                            : APPROXIMATELY ? reciprocal(l)
-                                            : 1.0f / l};
+        constexpr bool APPROXIMATELY = PRECISION == Precision::APPROXIMATE;
+        FinalizedRow row = {
+            (UNITS == ScoreUnits::SCALED ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
+            l == 0.0f       ? 0.0f
+            : APPROXIMATELY ? reciprocal(l)
+                            : 1.0f / l};
 #if SINK
         const float without = row.lse,
                     gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum
@@ -289,17 +295,20 @@ struct Head : Mask {
     }
 
   private:
+    // T = float: without the derivative.
     template <class T>
-    static __device__ __forceinline__ T number(float value, float derivative);
+    static __device__ __forceinline__ T with_derivative(float value, float derivative);
 
     static __device__ __forceinline__ float value_of(float x) { return x; }
     static __device__ __forceinline__ float value_of(Dual x) { return x.value; }
+    static __device__ __forceinline__ float derivative_of(float) { return 1.0f; }  // not used: see with_derivative
+    static __device__ __forceinline__ float derivative_of(Dual x) { return x.derivative; }
 };
 template <>
-__device__ __forceinline__ float Head::number<float>(float value, float) {
+__device__ __forceinline__ float Head::with_derivative<float>(float value, float) {
     return value;
 }
 template <>
-__device__ __forceinline__ Dual Head::number<Dual>(float value, float derivative) {
+__device__ __forceinline__ Dual Head::with_derivative<Dual>(float value, float derivative) {
     return {value, derivative};
 }
