@@ -43,7 +43,7 @@ constexpr int QUERIES = BLOCK_M / WARPS_PER_GROUP, COLS = D_PAD / WARPS_PER_GROU
 constexpr int DQ_COLS = D_PAD / DQ_COL_WARPS;
 // These options would spill otherwise.
 constexpr bool SMALL_STEPS =
-    !Head::LINEAR || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS || (DROPOUT && WARPS_PER_GROUP == 1);
+    Head::HAS_SCORE_MOD || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS || (DROPOUT && WARPS_PER_GROUP == 1);
 constexpr int SUB_M = QUERIES < 32 || SMALL_STEPS ? 16 : 32;  // queries per step
 using Tile = SwizzledRows<D_PAD>;                             // rows of Q, K
 using VTile = SwizzledRows<DV_PAD>;                           // rows of V, dO

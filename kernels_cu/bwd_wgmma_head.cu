@@ -31,7 +31,8 @@ constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per c
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
-static_assert(Head::LINEAR && !Head::MAPPED && !DROPOUT && !RAGGED, "score options are not supported: use bwd_wgmma");
+static_assert(!Head::HAS_SCORE_MOD && !Head::MAPPED && !DROPOUT && !RAGGED,
+              "score options are not supported: use bwd_wgmma");
 
 using MBlocks = MBlockRange<true, false, false>;
 

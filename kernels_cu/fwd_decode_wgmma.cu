@@ -249,8 +249,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 consumer.mma_KQ(pipe_index);
                 consumer.wait_S();
             }
-            const bool needs_mask =
-                !Head::LINEAR || (Head::HAS_LEFT_BOUND && n0 < fully_visible.begin) || n0 + BLOCK_N > fully_visible.end;
+            const bool needs_mask = Head::HAS_SCORE_MOD || (Head::HAS_LEFT_BOUND && n0 < fully_visible.begin) ||
+                                    n0 + BLOCK_N > fully_visible.end;
             if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
             const bool needs_rescale =
                 consumer.exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * Pairs::BYTES, key) || large;

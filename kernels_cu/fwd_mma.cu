@@ -57,7 +57,7 @@ constexpr int MAX_REGISTERS = 180;
 #else
 constexpr int MAX_REGISTERS = M_TILES == 1 ? 208 : 180;  // D = 256: 8% faster than from shared memory
 #endif
-constexpr int OPTION_REGISTERS = Head::READS_TENSORS ? 60 : Head::LINEAR ? 0 : 8;
+constexpr int OPTION_REGISTERS = Head::READS_TENSORS ? 60 : Head::HAS_SCORE_MOD ? 8 : 0;
 constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <= MAX_REGISTERS - OPTION_REGISTERS;
 static_assert(BLOCK_M == WARPS * WARP_ROWS && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0,
               "a tile consists of whole MMA steps");

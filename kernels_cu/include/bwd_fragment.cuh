@@ -151,7 +151,7 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[8 * STEPS], unsigned 
                                                 const Head& head, const FragmentCoords& coords,
                                                 const unsigned (&packed_bias)[STEPS][4]) {
 #pragma unroll
-    for (int k = 0; k < (Head::LINEAR ? 0 : 8 * STEPS); k += 2) {
+    for (int k = 0; k < (Head::HAS_SCORE_MOD ? 8 * STEPS : 0); k += 2) {
         const ScoreIndex at0 = coords.at(k), at1 = coords.at(k + 1);
         const float2 bias = BIAS ? unpack(packed_bias[k / 8][k / 2 % 4]) : float2{};
         if (Head::HAS_DERIVATIVE) {

@@ -49,7 +49,7 @@ template <class At, int STEPS>
 __device__ __forceinline__ void score_mod_and_mask(float (&S)[2][SUB_M / 8][4], unsigned (&derivative)[STEPS][2][4],
                                                    const Head& head, bool masked, const At& at) {
 #pragma unroll
-    for (int i = 0; i < (Head::LINEAR ? 0 : SUB_M / 2); ++i) {
+    for (int i = 0; i < (Head::HAS_SCORE_MOD ? SUB_M / 2 : 0); ++i) {
         const int mt = i % 2, half = i / 2 % 2, nt = i / 4;
         float* const s = &S[mt][nt][2 * half];
         if (Head::HAS_DERIVATIVE) {

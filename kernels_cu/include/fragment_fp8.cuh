@@ -11,7 +11,7 @@ __device__ __forceinline__ void score_mod_and_mask(float (&S)[BLOCK_N / 2], cons
     const int column = n0 + 2 * q;
     const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
-    for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i) S[i] = head.raw(S[i], at(i));
+    for (int i = 0; i < (Head::HAS_SCORE_MOD ? BLOCK_N / 2 : 0); ++i) S[i] = head.raw(S[i], at(i));
     if ((!Head::HAS_LEFT_BOUND || fully_visible.begin <= n0) && n0 + BLOCK_N <= fully_visible.end) return;
     if (Head::ELEMENT_MASK) {
 #pragma unroll

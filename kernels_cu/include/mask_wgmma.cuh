@@ -54,10 +54,11 @@ struct PairMask {
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
 };
 
-// The raw scores of S (score_mod.cuh); LINEAR: S already is the raw score. row, column: the thread's first element.
+// The raw scores of S (score_mod.cuh); without HAS_SCORE_MOD S already is the raw score. row, column: the thread's
+// first element.
 __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const Head& head, int row, int column) {
 #pragma unroll
-    for (int i = 0; i < (Head::LINEAR ? 0 : BLOCK_N / 2); ++i)
+    for (int i = 0; i < (Head::HAS_SCORE_MOD ? BLOCK_N / 2 : 0); ++i)
         S[i] = head.raw(S[i], ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2));
 }
 

@@ -49,10 +49,10 @@ struct ScoreIndex {
 struct Head : Mask {
     // A new score modification appears in the first of these and, if its derivative is not 1, in the second: kernels
     // skip the modification, or multiply by its derivative, accordingly.
-    static constexpr bool LINEAR = !SOFTCAP && !ALIBI && !BIAS && !Snippet::SCORES;  // x = scale * (q . k)
-    static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;               // dx / d(scale * (q . k)) is not 1
-    static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;   // needs more registers
-    static constexpr float LOG2E = 1.4426950408889634f;                              // e^x = 2^(x log2(e))
+    static constexpr bool HAS_SCORE_MOD = SOFTCAP || ALIBI || BIAS || Snippet::SCORES;  // x is not scale * (q . k)
+    static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;              // dx / d(scale * (q . k)) is not 1
+    static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;  // needs more registers
+    static constexpr float LOG2E = 1.4426950408889634f;                             // e^x = 2^(x log2(e))
     // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). The rounding
     // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows,
     // until P overflows: there, the argument is (S - m) * scale_log2.
@@ -115,7 +115,7 @@ struct Head : Mask {
 #if DESCALE & 4
         descale = score.descale_v(b, h / score.group);
 #endif
-        if (!LINEAR) per_unit = 1.0f / unit;
+        if (HAS_SCORE_MOD) per_unit = 1.0f / unit;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
 #endif
@@ -144,7 +144,7 @@ struct Head : Mask {
     // The score of a dot product after all modifications. T is float, or Dual for the derivative with respect to scale
     // * (q . k), or with OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an
     // out-of-bounds access. bias_value: the element's bias; without this argument it is loaded here. A new modification
-    // takes x and its derivative from the one before (Dual's functions, or with_derivative); see also LINEAR,
+    // takes x and its derivative from the one before (Dual's functions, or with_derivative); see also HAS_SCORE_MOD,
     // HAS_DERIVATIVE and unit_of.
     template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const {
@@ -199,7 +199,7 @@ struct Head : Mask {
 
     // Raw scores before masking.
     __device__ __forceinline__ float raw(float dot, ScoreIndex at) const {
-        return LINEAR ? dot : apply_score_mod<float, ScoreUnits::RAW>(dot, at);
+        return HAS_SCORE_MOD ? apply_score_mod<float, ScoreUnits::RAW>(dot, at) : dot;
     }
     __device__ __forceinline__ float raw(float dot, ScoreIndex at, float bias_value) const {
         return apply_score_mod<float, ScoreUnits::RAW>(dot, at, bias_value);

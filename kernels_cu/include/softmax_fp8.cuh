@@ -10,7 +10,7 @@
 // The test for rescaling uses the sums of P, which bound each P. This requires that all rows of a work tile begin with
 // the same key tile, so that m is set, and that scores are dot products, which rarely rise by 120 bits. Other problems
 // test the maximum of the scores, before the exponentials.
-constexpr bool CHECK_SUMS = Head::LINEAR && !Head::HAS_LEFT_BOUND && !Head::ELEMENT_MASK;
+constexpr bool CHECK_SUMS = !Head::HAS_SCORE_MOD && !Head::HAS_LEFT_BOUND && !Head::ELEMENT_MASK;
 // Whole bits, so that P of the maximum is exact. With 5 bits, BLOCK_N / 8 equal scores do not exceed the limit.
 constexpr int HEADROOM = CHECK_SUMS && BLOCK_N > 128 ? 5 : 4;
 // P of the score that set m; the smallest P that would overflow to P_MAX.
