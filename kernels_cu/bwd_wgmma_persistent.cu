@@ -28,7 +28,7 @@
 #include "bwd_mainloop.cuh"
 #include "bwd_postprocess.cuh"
 #include "non_finite.cuh"
-#include "tile_scheduler_bwd.cuh"
+#include "tile_scheduler_bwd_persistent.cuh"
 
 constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
 constexpr int ACCUM_AT = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
@@ -68,7 +68,7 @@ using dOPipeline = Barriers::dOPipeline;
 using WorkTilePipeline = Pipeline<Barriers::END>;  // published work tiles
 static_assert(STAGES == 2, "two work tiles are published at a time");
 
-using WorkTiles = Published<BwdWorkTile, WorkTilePipeline::END, 2>;
+using WorkTiles = Published<PersistentWorkTile, WorkTilePipeline::END, 2>;
 // Per consumer: it writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
 using NonFinite = Published<int, WorkTiles::END, 2>;
 using Flags = Published<int, NonFinite::END, STAGES * 2>;  // per stage and consumer
@@ -88,7 +88,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 }
 
 extern __shared__ __align__(1024) char smem[];
-__device__ __forceinline__ volatile BwdWorkTile& work_tile_slot(unsigned tile_index) {
+__device__ __forceinline__ volatile PersistentWorkTile& work_tile_slot(unsigned tile_index) {
     return WorkTiles::at(smem, tile_index % 2);
 }
 __device__ __forceinline__ volatile StagedStore& staged_store(unsigned n) {
@@ -128,7 +128,7 @@ struct ConsumerWarpgroup {
         if (consumer == 1) named_barrier_arrive(scheduler_barrier(1 - consumer), BOTH_CONSUMERS);
     }
     // Returns whether the work tile has m_blocks.
-    __device__ __forceinline__ bool begin(const volatile BwdWorkTile& work_tile) {
+    __device__ __forceinline__ bool begin(const volatile PersistentWorkTile& work_tile) {
         const bool has_queries = static_cast<int>(uniform(work_tile.begin)) < static_cast<int>(uniform(work_tile.end));
         zero(dK), zero(dV);
         K_index += has_queries;
@@ -236,7 +236,7 @@ struct ConsumerWarpgroup {
     }
     // Stages dV and dK. dK is committed in the next iteration, or after the last one. non_finite: one of their values
     // is not finite; the consumer then computes them again and stores them itself.
-    __device__ __forceinline__ void epilogue(const volatile BwdWorkTile& work_tile, bool non_finite) {
+    __device__ __forceinline__ void epilogue(const volatile PersistentWorkTile& work_tile, bool non_finite) {
         commit_staging();
         stage_tile_dKV(dV, 1.0f);
         // Not before stage_tile_dKV, which waits until the store warp has stored the previous dK: until then it reads
@@ -291,7 +291,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
             LoadWarp load_warp{params, base};
 #pragma unroll 1
             for (;; ++load_warp.tile_index) {
-                const BwdWorkTile work_tile = load_warp.fetch_work_tile();
+                const PersistentWorkTile work_tile = load_warp.fetch_work_tile();
                 load_warp.publish(work_tile);
                 if (work_tile.b < 0) break;
                 load_warp.load_work_tile();
@@ -308,7 +308,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
 #pragma unroll 1
     for (;; ++consumer.tile_index) {
         WorkTilePipeline::wait(base, consumer.tile_index);
-        const volatile BwdWorkTile& work_tile = work_tile_slot(consumer.tile_index);
+        const volatile PersistentWorkTile& work_tile = work_tile_slot(consumer.tile_index);
         if (static_cast<int>(uniform(work_tile.b)) < 0) break;
         bool more = consumer.begin(work_tile);
 #pragma unroll 1

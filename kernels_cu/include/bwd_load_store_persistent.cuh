@@ -10,13 +10,13 @@ struct LoadWarp {
     unsigned nonempty_tiles = 0, tile_index = 0, staged_count = 0, i = 0;
 
     // The tile counter is read late, when consumers are at most STAGES tiles behind, for load balance.
-    __device__ __forceinline__ BwdWorkTile fetch_work_tile() const {
+    __device__ __forceinline__ PersistentWorkTile fetch_work_tile() const {
         const unsigned number =
             tile_index ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(params.dQ_accum), 1u) : block_index_x();
         return work_tile_of(number, params.score, params.Hk, params.B);
     }
     // Publishes the work tile and, if no tile of dQ will be staged before them, its stores of dV and dK.
-    __device__ __forceinline__ void publish(const BwdWorkTile& work_tile) {
+    __device__ __forceinline__ void publish(const PersistentWorkTile& work_tile) {
         WorkTilePipeline::acquire(base, tile_index);
         work_tile.publish(work_tile_slot(tile_index));
         if (work_tile.b < 0) staged_store(staged_count).m0 = StagedStore::LAST;
@@ -39,7 +39,7 @@ struct LoadWarp {
 
     // Loads Q and dO of each m_block, K and V with the first one.
     __device__ __forceinline__ void load_work_tile() {
-        const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
+        const volatile PersistentWorkTile& work_tile = work_tile_slot(tile_index);
         bool first = true;
         MBlockLoop m_block(work_tile, params.group);
 #pragma unroll 1
@@ -69,7 +69,7 @@ struct LoadWarp {
     __device__ __forceinline__ void load_tile(const TensorMap& map, const View<const dtype>& tensor, unsigned stages_at,
                                               const TensorMap& keys_map, const View<const dtype>& keys,
                                               unsigned keys_at, SmemAddr full, bool first,
-                                              const volatile BwdWorkTile& work_tile) const {
+                                              const volatile PersistentWorkTile& work_tile) const {
         TIMELINE(load);
         const volatile StagedStore& entry = staged_store(staged_count);
         SmemLayoutQ::load(base + stages_at + stage_of(i) * SmemLayoutQ::BYTES, map, entry.m0,
@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_stats(const BwdParams& params, SmemAddr bas
 #pragma unroll 1
     for (unsigned tile_index = 0;; ++tile_index) {
         WorkTilePipeline::wait(base, tile_index);
-        const volatile BwdWorkTile& work_tile = work_tile_slot(tile_index);
+        const volatile PersistentWorkTile& work_tile = work_tile_slot(tile_index);
         if (static_cast<int>(uniform(work_tile.b)) < 0) break;
         MBlockLoop m_block(work_tile, params.group);
 #pragma unroll 1

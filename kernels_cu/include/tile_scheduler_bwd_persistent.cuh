@@ -15,12 +15,12 @@ struct Published {
 };
 
 // A work tile: its keys, its m_block range, and the rows to which all 64 keys of a consumer are visible.
-struct BwdWorkTile {
+struct PersistentWorkTile {
     int key_tile, kv_head, b;  // b < 0: invalid
     int begin, end;            // m_block range in query rows; begin is a multiple of BLOCK_M
     Range fully_visible[2];
 
-    __device__ __forceinline__ void publish(volatile BwdWorkTile& slot) const {
+    __device__ __forceinline__ void publish(volatile PersistentWorkTile& slot) const {
         slot.key_tile = key_tile;
         slot.kv_head = kv_head;
         slot.b = b;
@@ -36,7 +36,8 @@ struct BwdWorkTile {
 // Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
 // groups, first n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head
 // has at most four n_blocks.
-__device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk, unsigned B) {
+__device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk,
+                                                           unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
     unsigned width = 1;  // heads of an L2 head group
     if (Head::HAS_RIGHT_BOUND) {
@@ -47,8 +48,8 @@ __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score
     const unsigned first = number / (width * key_tiles) * width,
                    group_heads = min(width, max(heads, first + 1) - first);
     const unsigned index = number - first * key_tiles, head = first + index % group_heads;
-    BwdWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
-                          head < heads ? static_cast<int>(head / Hk) : -1};
+    PersistentWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
+                                 head < heads ? static_cast<int>(head / Hk) : -1};
     if (work_tile.b < 0) return work_tile;
     const SeqlenInfo sequence(score, work_tile.b);
     const Head bound(sequence, 0);  // the mask does not depend on the head
@@ -66,10 +67,11 @@ __device__ __forceinline__ BwdWorkTile work_tile_of(unsigned number, const Score
 struct MBlockLoop {
     int head, m0;  // head within the group and first row; head = group after the last m_block
 
-    __device__ __forceinline__ MBlockLoop(const volatile BwdWorkTile& work_tile, int group) : m0(work_tile.begin) {
+    __device__ __forceinline__ MBlockLoop(const volatile PersistentWorkTile& work_tile, int group)
+        : m0(work_tile.begin) {
         head = m0 < work_tile.end ? 0 : group;
     }
-    __device__ __forceinline__ void next(const volatile BwdWorkTile& work_tile) {
+    __device__ __forceinline__ void next(const volatile PersistentWorkTile& work_tile) {
         m0 += BLOCK_M;
         if (m0 >= work_tile.end) ++head, m0 = work_tile.begin;
     }
