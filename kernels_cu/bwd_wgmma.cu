@@ -25,9 +25,9 @@
 // of the accumulator registers; `bwd_wgmma_postprocess` converts and scales it. Warp roles: FlashAttention-3 (Shah et
 // al. 2024, arXiv:2407.08608). Tile and grid: bwd_wgmma.py. Names that end in _AT: offsets in shared memory, bytes.
 //
-// Building blocks: bwd_tiles.cuh, pipeline.cuh, m_block_range.cuh (order of m_blocks), dq_semaphore.cuh (work tile of a
-// block, order of additions to dQ), bwd_load.cuh, bwd_mainloop.cuh, bwd_fragment.cuh (score, mask, bias, dropout),
-// bwd_epilogue.cuh (stores of dK and dV), bwd_postprocess.cuh, non_finite.cuh.
+// Building blocks: bwd_tiles.cuh, pipeline.cuh, m_block_range.cuh (order of m_blocks), tile_scheduler_bwd.cuh
+// (work tile of a block), dq_semaphore.cuh (order of additions to dQ), bwd_load.cuh, bwd_mainloop.cuh, bwd_fragment.cuh
+// (score, mask, bias, dropout), bwd_epilogue.cuh (stores of dK and dV), bwd_postprocess.cuh, non_finite.cuh.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
@@ -50,6 +50,7 @@
 #include "dq_semaphore.cuh"
 #include "m_block_range.cuh"
 #include "non_finite.cuh"
+#include "tile_scheduler_bwd.cuh"
 
 // Both consumers work on the same 64 keys; each owns half of the columns of dK, dV and dQ.
 constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;

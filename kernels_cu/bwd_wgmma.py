@@ -117,7 +117,7 @@ def per_query_head(p: Problem) -> Problem:
 
 def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave if a head has
-    at most four n_blocks, or more with a window. See L2_HEAD_GROUPS in include/dq_semaphore.cuh."""
+    at most four n_blocks, or more with a window. See L2_HEAD_GROUPS in include/tile_scheduler_bwd.cuh."""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if not heads:
         return 1, tiles, 0

@@ -1,5 +1,6 @@
 // Tile schedulers: which work tiles a block processes, and in which order. A work tile is BLOCK_M query rows of one
-// head (forward), or BLOCK_N key rows of one head (backward).
+// head (forward), or BLOCK_N key rows of one head (backward). This header has the forward's; those of the backward are
+// BwdWorkTile in tile_scheduler_bwd.cuh (bwd_wgmma) and work_tile_of in tile_scheduler_bwd_persistent.cuh.
 //
 //   for_each_work_tile, for_each_window_work_tile   static persistent scheduler of dense batches
 //   LongestFirst<QueryTiles or KeyTiles>            longest_first.cuh: ragged batches and block maps

@@ -34,8 +34,8 @@ struct PersistentWorkTile {
 };
 
 // Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
-// groups, first n_blocks first, as in dq_semaphore.cuh; a group has one wave of work tiles, or half a wave if a head
-// has at most four n_blocks.
+// groups, first n_blocks first, as in tile_scheduler_bwd.cuh; a group has one wave of work tiles, or half a wave if a
+// head has at most four n_blocks.
 __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk,
                                                            unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
