@@ -132,14 +132,15 @@ struct BwdBlock {
     const BwdWorkTile& work_tile;
     const Head& head0;  // first query head of the group
     const MBlocks& m_blocks;
-    const int kv_head, b, group, H;
+    const int work_head;  // of work_tile
+    const int b, heads_per_work_tile, H;
     const unsigned warp, lane;
 
-    __device__ __forceinline__ int first_head() const { return kv_head * group; }
+    __device__ __forceinline__ int first_head() const { return work_head * heads_per_work_tile; }
     // Index, accumulators and semaphore (dq_semaphore.cuh) of the dQ tile of the m_block at row m0, for query head
     // `head` of the group.
     __device__ __forceinline__ long long dQ_tile_index(int head, int m0) const {
-        return head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M;
+        return head0.first_tile<BLOCK_M>(H, work_head * heads_per_work_tile + head) + m0 / BLOCK_M;
     }
     __device__ __forceinline__ float* dQ_tile(int head, int m0) const {
         const long long total_tiles = static_cast<long long>(params.B) * H * query_tiles<BLOCK_M>(params.score);
@@ -150,7 +151,7 @@ struct BwdBlock {
     }
     __device__ __forceinline__ int semaphore_target(int m0) const { return work_tile.semaphore_target(head0, m0); }
     // The head of K and V that the work tile reads.
-    __device__ __forceinline__ int key_head() const { return SPLIT_GROUP ? kv_head / params.group : kv_head; }
+    __device__ __forceinline__ int kv_head() const { return SPLIT_GROUP ? work_head / params.group : work_head; }
     // After the mainloop: reads the work tile again, so that it does not take registers in the mainloop.
     __device__ __forceinline__ BwdWorkTile reload_work_tile() const {
         return load_work_tile(smem + WORK_TILE_AT, work_tile_heads(params.Hk, params.group), params.B);
@@ -158,8 +159,8 @@ struct BwdBlock {
     // SPLIT_GROUP: where a slab of the partial dK or dV of the reloaded work tile begins (bwd_combine_group.cuh).
     __device__ __forceinline__ float* partial(const BwdWorkTile& reloaded, Gradient gradient, int key_offset,
                                               int slab) const {
-        const long long tile = first_key_tile<BLOCK_N>(reloaded.sequence(params.score)) + reloaded.key_tile;
-        return params.dKV_partials + partial_at(tile * H + reloaded.kv_head, gradient, key_offset, slab);
+        const long long tile = first_n_block<BLOCK_N>(reloaded.sequence(params.score)) + reloaded.n_block;
+        return params.dKV_partials + partial_at(tile * H + reloaded.work_head, gradient, key_offset, slab);
     }
 };
 
@@ -174,11 +175,11 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
     const BwdParams& params = block.params;
     const SmemAddr base = block.base;
     const auto load_K = [&] {
-        load_key_tile(base + K_AT, params.K_map, params.K, block.head0, block.b, block.key_head(), block.m_blocks.n0(),
+        load_key_tile(base + K_AT, params.K_map, params.K, block.head0, block.b, block.kv_head(), block.m_blocks.n0(),
                       FullK::at(base, 0));
     };
     const auto load_V = [&] {
-        load_key_tile<SmemLayoutV>(base + V_AT, params.V_map, params.V, block.head0, block.b, block.key_head(),
+        load_key_tile<SmemLayoutV>(base + V_AT, params.V_map, params.V, block.head0, block.b, block.kv_head(),
                                    block.m_blocks.n0(), FullV::at(base, 0));
     };
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
@@ -189,10 +190,10 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
         QPipeline::acquire(base, i);
         TIMELINE(load);
         load_query_tile(base + Q_AT + stage * SmemLayoutQ::BYTES, params.Q_tile_map, params.Q, block.head0, block.b,
-                        block.kv_head * block.group + head, m0, QPipeline::full(base, stage), BIAS_BYTES);
+                        block.first_head() + head, m0, QPipeline::full(base, stage), BIAS_BYTES);
 #if BIAS
         SmemLayoutPdS::load_part(base + BIAS_AT + stage * BIAS_BYTES, bias_map, block.m_blocks.n0(), m0,
-                                 params.score.bias.stride_h ? block.kv_head * block.group + head : 0,
+                                 params.score.bias.stride_h ? block.first_head() + head : 0,
                                  params.score.bias.stride_b ? block.b : 0, QPipeline::full(base, stage));
 #endif
         if (i == 0 && !Head::MAPPED) load_V();
@@ -200,7 +201,7 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
         dOPipeline::acquire(base, i);
         TIMELINE(load);
         load_query_tile<SmemLayoutdO>(base + dO_AT + stage * SmemLayoutdO::BYTES, params.dO_tile_map, params.dO,
-                                      block.head0, block.b, block.kv_head * block.group + head, m0,
+                                      block.head0, block.b, block.first_head() + head, m0,
                                       dOPipeline::full(base, stage));
     });
     TIMELINE(done);
@@ -234,9 +235,10 @@ __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool 
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);
         const BwdWorkTile reloaded = block.reload_work_tile();
         // The warp index is recomputed to save a register.
-        return key_gradients_non_finite<BLOCK_N, 8>(
-            params.Q, params.K, params.V, params.dO, params.LSE, params.delta, params.dK, params.dV, block.group,
-            params.score, reloaded.b, reloaded.kv_head, block.H, block.m_blocks.n0(), thread_index_x() / 32 - 4);
+        return key_gradients_non_finite<BLOCK_N, 8>(params.Q, params.K, params.V, params.dO, params.LSE, params.delta,
+                                                    params.dK, params.dV, block.heads_per_work_tile, params.score,
+                                                    reloaded.b, reloaded.work_head, block.H, block.m_blocks.n0(),
+                                                    thread_index_x() / 32 - 4);
     }
     if (threadIdx.x % 128 == 0) tma_store_wait_read();  // TMA has read shared memory before the block exits
     TIMELINE(done);
@@ -257,7 +259,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
                            dO_tile_map, K_map, V_map, dK_map, dV_map, B,     Hk,       group, score, dKV_partials};
     const SmemAddr base = smem_address(smem);
     GroupBlockMap& map = *reinterpret_cast<GroupBlockMap*>(smem + MAP_AT);
-    const int heads_per_tile = query_heads_per_work_tile(group);
+    const int heads_per_work_tile = query_heads_per_work_tile(group);
     if (threadIdx.x == 0) {
         init_barriers(base);
         draw_ticket(smem + WORK_TILE_AT, dQ_accum);
@@ -265,8 +267,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (Head::MAPPED) {
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group), B);
         if (work_tile.b < B)
-            map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.kv_head * heads_per_tile, heads_per_tile,
-                                   work_tile.key_tile * BLOCK_N);
+            map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.work_head * heads_per_work_tile,
+                                   heads_per_work_tile, work_tile.n_block * BLOCK_N);
     }
     griddepcontrol_wait();
     if (RAGGED && threadIdx.x / 32 == 1) copy_work_tile(smem + WORK_TILE_AT, work_tiles);
@@ -275,10 +277,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
     const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group), B);
     if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;  // invalid work tile
-    const int kv_head = work_tile.kv_head, b = work_tile.b, H = Hk * group;
-    const Head head0(work_tile.sequence(score), kv_head * heads_per_tile);
-    const MBlocks m_blocks{head0, map, heads_per_tile, work_tile.key_tile * BLOCK_N, work_tile.descending};
-    const BwdBlock block{params, base, work_tile, head0, m_blocks, kv_head, b, heads_per_tile, H, warp, lane};
+    const int work_head = work_tile.work_head, b = work_tile.b, H = Hk * group;
+    const Head head0(work_tile.sequence(score), work_head * heads_per_work_tile);
+    const MBlocks m_blocks{head0, map, heads_per_work_tile, work_tile.n_block * BLOCK_N, work_tile.descending};
+    const BwdBlock block{params, base, work_tile, head0, m_blocks, work_head, b, heads_per_work_tile, H, warp, lane};
 
     if (warp < 4) {
         setmaxnreg_dec<LOAD_WARP_REGISTERS>();
@@ -290,13 +292,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     ConsumerWarpgroup consumer(block);
     bool non_finite = false;
-    if (consumer.head == heads_per_tile) {  // no key of the n_block is visible
+    if (consumer.head == heads_per_work_tile) {  // no key of the n_block is visible
         zero(consumer.dK), zero(consumer.dV);
         non_finite = consumer.store_dV() | consumer.store_dK();
     } else {
         consumer.first_step();
 #pragma unroll 1
-        while (consumer.head < heads_per_tile) consumer.bwd_step();
+        while (consumer.head < heads_per_work_tile) consumer.bwd_step();
         non_finite = consumer.epilogue();
     }
     non_finite_fallback(block, non_finite);

@@ -248,7 +248,7 @@ struct ConsumerWarpgroup {
             key_gradients_non_finite<64, 4>(params.Q, params.K, params.V, params.dO, params.LSE, params.delta,
                                             params.dK, params.dV, params.group, params.score, work_tile.b,
                                             work_tile.kv_head, params.Hk * params.group,
-                                            work_tile.key_tile * BLOCK_N + key_offset, warp % 4);
+                                            work_tile.n_block * BLOCK_N + key_offset, warp % 4);
         }
     }
     __device__ __forceinline__ void stage_tile_dKV(const float (&accum)[D_PAD / 2], float factor) {

@@ -3,7 +3,7 @@
 // or keys. Each work tile stores its own dK and dV in 16 bits; combine_group adds them, in float32 and in a fixed
 // order.
 //
-// dKV_partials, per key tile and query head: for each 64 keys the slabs of dK, then those of dV. A slab (64 keys x 64
+// dKV_partials, per n_block and query head: for each 64 keys the slabs of dK, then those of dV. A slab (64 keys x 64
 // columns) is a copy of its tile in shared memory, with the swizzle.
 #pragma once
 #include "bwd_tiles.cuh"
@@ -18,13 +18,13 @@ enum class Gradient { dK, dV };
 constexpr unsigned PARTIAL_SLAB_BYTES = 64 * 128;
 constexpr int PARTIAL_SLABS_K = (D_PAD + 63) / 64, PARTIAL_SLABS = PARTIAL_SLABS_K + (DV_PAD + 63) / 64;
 
-// Work tiles of a batch entry per n_block, and the query heads of each.
+// Number of heads of a batch entry that have work tiles of their own, and the query heads of each work tile.
 __device__ __forceinline__ int work_tile_heads(int Hk, int group) { return SPLIT_GROUP ? Hk * group : Hk; }
 __device__ __forceinline__ int query_heads_per_work_tile(int group) { return SPLIT_GROUP ? 1 : group; }
 
-// Number of the first key tile of a batch entry.
+// Index of the first n_block of a batch entry, counted over the batch. ROWS: BLOCK_N.
 template <int ROWS>
-__device__ __forceinline__ long long first_key_tile(const SeqlenInfo& sequence) {
+__device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 #if RAGGED
     return sequence.first_key / ROWS + sequence.b;
 #else
@@ -32,7 +32,7 @@ __device__ __forceinline__ long long first_key_tile(const SeqlenInfo& sequence) 
 #endif
 }
 
-// Offset in floats of a slab. number: key tile * H + query head; key_offset: 0 or 64.
+// Offset in floats of a slab. number: n_block of the batch * H + query head; key_offset: 0 or 64.
 __device__ __forceinline__ long long partial_at(long long number, Gradient gradient, int key_offset, int slab) {
     const long long half = number * (BLOCK_N / 64) + key_offset / 64;
     const int first = gradient == Gradient::dV ? PARTIAL_SLABS_K : 0;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
     if (RAGGED && rows.invalid()) return;
     const SeqlenInfo sequence(score, rows.b);
     const int kv_head = blockIdx.y, H = gridDim.y * group;
-    const long long tile = first_key_tile<BLOCK_N>(sequence) + rows.row0 / BLOCK_N;
+    const long long tile = first_n_block<BLOCK_N>(sequence) + rows.row0 / BLOCK_N;
     constexpr int CHUNKS_K = HEAD_DIM / 8, CHUNKS = CHUNKS_K + (HEAD_DIM_V + 7) / 8;  // of 8 columns
     float zero = 0.0f;
     for (int item = threadIdx.x; item < ROWS * CHUNKS; item += blockDim.x) {

@@ -47,7 +47,7 @@ __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer,
                            tile + slab * SmemLayout::SLAB_BYTES, PARTIAL_SLAB_BYTES);
             else
                 tma_store(map, (slab + first_slab) * 64, block.head0.key_row_box(block.m_blocks.n0() + key_offset),
-                          work_tile.kv_head, block.head0.key_row_batch(work_tile.b),
+                          work_tile.work_head, block.head0.key_row_batch(work_tile.b),
                           tile + slab * SmemLayout::SLAB_BYTES);
         tma_store_commit();
     }

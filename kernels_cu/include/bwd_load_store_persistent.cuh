@@ -26,7 +26,7 @@ struct LoadWarp {
     __device__ __forceinline__ void publish_store(unsigned n, int m0, int h) {
         volatile StagedStore& entry = staged_store(n);
         entry.m0 = m0;
-        entry.n0 = work_tile_slot(tile_index).key_tile * BLOCK_N;
+        entry.n0 = work_tile_slot(tile_index).n_block * BLOCK_N;
         entry.h = h;
         entry.b = work_tile_slot(tile_index).b;
     }

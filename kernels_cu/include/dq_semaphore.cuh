@@ -64,7 +64,8 @@ struct dQOrder {
         if (SEMAPHORE_PREFETCH) {
             int next_head = head, next_m0 = block.m_blocks.next(m0);
             block.m_blocks.seek(next_head, next_m0);
-            if (next_head == block.group) next_head = head, next_m0 = m0;  // after the last tile: a valid address
+            if (next_head == block.heads_per_work_tile)
+                next_head = head, next_m0 = m0;  // after the last tile: a valid address
             const unsigned semaphore_value = counter_load(block.dQ_semaphore(next_head, next_m0, consumer));
             tma_store_wait_complete();
             counter_arrive_acquire(block.dQ_semaphore(head, m0, consumer));

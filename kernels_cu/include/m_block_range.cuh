@@ -15,9 +15,9 @@ struct GroupBlockMap {
 
     // Called by all WARPS warps of the block. first_head: first query head of the group; n0: first key of the n_block.
     template <unsigned WARPS>
-    __device__ __forceinline__ void fill(const SeqlenInfo& sequence, int first_head, int group, int n0) {
+    __device__ __forceinline__ void fill(const SeqlenInfo& sequence, int first_head, int heads, int n0) {
         const Score& score = sequence.score;
-        for (int word = threadIdx.x / 32; word < group * words_per_head(score); word += WARPS) {
+        for (int word = threadIdx.x / 32; word < heads * words_per_head(score); word += WARPS) {
             const Head head(sequence, first_head + word / words_per_head(score));
             const int m0 = (word % words_per_head(score) * 32 + threadIdx.x % 32) * BLOCK_M;
             static_assert(BLOCK_M % 64 == 0, "the block map has one row per 64 queries");
@@ -33,7 +33,8 @@ struct GroupBlockMap {
     }
 };
 
-// Iterates over the m_blocks of each of `group` heads. `m0` is the first row of an m_block: begin(), begin() + BLOCK_M
+// Iterates over the m_blocks of each of `heads` query heads. `m0` is the first row of an m_block: begin(), begin() +
+// BLOCK_M
 // ... before end(), without those that the block map excludes. first, next, past_last and seek define the order.
 //
 //   N0_IN_REGISTER        n0, the first key of the n_block, is kept in a register
@@ -44,7 +45,7 @@ template <bool N0_IN_REGISTER, bool ROTATED, bool KEY_TILE_IN_GRID_Y, bool MAY_D
 struct MBlockRange {
     const Head& head0;  // the group's first head; the ranges are the same for all heads
     const GroupBlockMap& map;
-    const int group, n0_register;
+    const int heads, n0_register;
     // Visits the m_blocks of each head from the last to the first. Requires MAY_DESCEND; not with ROTATED or a block
     // map.
     const bool descending = false;
@@ -77,7 +78,7 @@ struct MBlockRange {
     // m0 of the next m_block in iteration order; may be out of range, see seek.
     __device__ __forceinline__ int next(int m0) const { return is_descending() ? m0 - BLOCK_M : m0 + BLOCK_M; }
 
-    // Moves to the first m_block from m0 of `head` on, in iteration order; head = group if there is none.
+    // Moves to the first m_block from m0 of `head` on, in iteration order; head = heads if there is none.
     __device__ __forceinline__ void seek(int& head, int& m0) const {
         if (!Head::MAPPED) {
             // At the end of a head: go to the next head or, if ROTATED, wrap around. A rotated head ends at first().
@@ -87,7 +88,7 @@ struct MBlockRange {
         }
         const int words = GroupBlockMap::words_per_head(head0.score);
 #pragma unroll 1
-        for (; head < group; ++head, m0 = begin())
+        for (; head < heads; ++head, m0 = begin())
 #pragma unroll 1
             for (unsigned first = m0 / BLOCK_M; static_cast<int>(first * BLOCK_M) < end();
                  first = (first / 32 + 1) * 32) {
@@ -97,14 +98,14 @@ struct MBlockRange {
                 if (m0 < end()) return;
             }
     }
-    // The next m_block; head = group after the last one.
+    // The next m_block; head = heads after the last one.
     __device__ __forceinline__ void advance(int& head, int& m0) const {
         m0 = next(m0);
         seek(head, m0);
     }
-    // The first m_block of the work tile; head = group if there is none.
+    // The first m_block of the work tile; head = heads if there is none.
     __device__ __forceinline__ void start(int& head, int& m0) const {
-        m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : group;
+        m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : heads;
         if (Head::MAPPED) seek(head, m0);
     }
     // Whether the block map shows that all elements of the tile are visible; ranges are not considered.
@@ -120,6 +121,6 @@ struct MBlockRange {
         int head, m0;
         start(head, m0);
 #pragma unroll 1
-        for (unsigned i = 0; head < group; m0 = next(m0), seek(head, m0)) f(i++, head, m0);
+        for (unsigned i = 0; head < heads; m0 = next(m0), seek(head, m0)) f(i++, head, m0);
     }
 };

@@ -1,4 +1,5 @@
-// Tile scheduler of bwd_wgmma: the work tile of a block (one n_block of a key/value head), and the order of work tiles.
+// Tile scheduler of bwd_wgmma: the work tile of a block, and the order of work tiles. A work tile is one n_block of a
+// key/value head, or with SPLIT_GROUP (bwd_combine_group.cuh) of a query head.
 #pragma once
 #include <hopper.cuh>
 #include "longest_first.cuh"
@@ -26,27 +27,29 @@ constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAG
 constexpr bool ALTERNATING = DETERMINISTIC && Head::HAS_RIGHT_BOUND &&
                              !Head::HAS_LEFT_BOUND;  // with a window: the last n_block first in every group
 struct BwdWorkTile {
-    int key_tile, kv_head, b;  // key_tile: index of the n_block
+    int n_block;    // index among those of a head
+    int work_head;  // among the heads of b that have work tiles: a key/value head, or with SPLIT_GROUP a query head
+    int b;
     bool descending = false;
 
-    // number: the block's ticket if DETERMINISTIC, otherwise unused.
-    __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned Hk, unsigned B)
-        : key_tile(blockIdx.x), kv_head(blockIdx.y), b(blockIdx.z) {
+    // number: the block's ticket if DETERMINISTIC, otherwise unused. work_heads: see work_tile_heads.
+    __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned work_heads, unsigned B)
+        : n_block(blockIdx.x), work_head(blockIdx.y), b(blockIdx.z) {
         if (DETERMINISTIC) {
             const unsigned group_row = number / gridDim.x, head_group = group_row / gridDim.y;
             const unsigned head = head_group * gridDim.x + number % gridDim.x;
-            key_tile = group_row % gridDim.y, kv_head = head % Hk, b = head / Hk;
+            n_block = group_row % gridDim.y, work_head = head % work_heads, b = head / work_heads;
             descending = ALTERNATING && (gridDim.z - head_group) % 2;
-            if (Head::HAS_RIGHT_BOUND && !descending) key_tile = gridDim.y - 1 - key_tile;
+            if (Head::HAS_RIGHT_BOUND && !descending) n_block = gridDim.y - 1 - n_block;
         } else if (L2_HEAD_GROUPS) {
             const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
-            key_tile = blockIdx.y, kv_head = head % Hk, b = head / Hk;
+            n_block = blockIdx.y, work_head = head % work_heads, b = head / work_heads;
         }
     }
 #if RAGGED
     SeqlenOffsets extent;
     __device__ __forceinline__ BwdWorkTile(const volatile WorkTile& entry)
-        : key_tile(uniform(entry.row0) / BLOCK_N), kv_head(uniform(entry.head)), b(uniform(entry.b)),
+        : n_block(uniform(entry.row0) / BLOCK_N), work_head(uniform(entry.head)), b(uniform(entry.b)),
           extent{entry.extent.first_query, entry.extent.Sq, entry.extent.first_key, entry.extent.all_keys,
                  entry.extent.Sk} {}
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b, extent); }
@@ -57,8 +60,8 @@ struct BwdWorkTile {
     // work tiles that add to it earlier.
     __device__ __forceinline__ int semaphore_target(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
-        return Head::HAS_RIGHT_BOUND && !descending ? (keys.end - 1) / BLOCK_N - key_tile
-                                                    : key_tile - (Head::HAS_LEFT_BOUND ? keys.begin / BLOCK_N : 0);
+        return Head::HAS_RIGHT_BOUND && !descending ? (keys.end - 1) / BLOCK_N - n_block
+                                                    : n_block - (Head::HAS_LEFT_BOUND ? keys.begin / BLOCK_N : 0);
     }
 };
 
@@ -72,11 +75,11 @@ __device__ __forceinline__ void copy_work_tile(char* slot, const int* work_tiles
     const int *const from = work_tiles + 8 * (blockIdx.y * gridDim.x + blockIdx.x), lane = threadIdx.x % 32;
     if (lane < 8) reinterpret_cast<int*>(slot)[lane] = from[lane];
 }
-__device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned Hk, unsigned B) {
+__device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned work_heads, unsigned B) {
 #if RAGGED
     return BwdWorkTile(*reinterpret_cast<const volatile WorkTile*>(slot));
 #else
-    return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, Hk, B);
+    return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, work_heads, B);
 #endif
 }
 // Prefetches the work tile of the next block on this SM: usually one of the 128 that are 64 .. 191 after this one. Each

@@ -16,12 +16,12 @@ struct Published {
 
 // A work tile: its keys, its m_block range, and the rows to which all 64 keys of a consumer are visible.
 struct PersistentWorkTile {
-    int key_tile, kv_head, b;  // b < 0: invalid
-    int begin, end;            // m_block range in query rows; begin is a multiple of BLOCK_M
+    int n_block, kv_head, b;  // b < 0: invalid
+    int begin, end;           // m_block range in query rows; begin is a multiple of BLOCK_M
     Range fully_visible[2];
 
     __device__ __forceinline__ void publish(volatile PersistentWorkTile& slot) const {
-        slot.key_tile = key_tile;
+        slot.n_block = n_block;
         slot.kv_head = kv_head;
         slot.b = b;
         slot.begin = begin;
@@ -53,7 +53,7 @@ __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, cons
     if (work_tile.b < 0) return work_tile;
     const SeqlenInfo sequence(score, work_tile.b);
     const Head bound(sequence, 0);  // the mask does not depend on the head
-    const int n0 = work_tile.key_tile * BLOCK_N;
+    const int n0 = work_tile.n_block * BLOCK_N;
     const Range queries = bound.queries(n0, n0 + BLOCK_N);
     work_tile.begin = queries.begin / BLOCK_M * BLOCK_M, work_tile.end = queries.end;
     for (int consumer = 0; consumer < 2; ++consumer)
