@@ -92,7 +92,7 @@ static_assert(
 // blocks of a head, which start together, do not add to the same dQ tile.
 constexpr bool ROTATED =
     HAS_SEMAPHORES && !DETERMINISTIC && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::MAPPED;
-using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, L2_HEAD_GROUPS, ALTERNATING>;
+using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
 
 // Shared memory: offsets in bytes.
 extern __shared__ __align__(1024) char smem[];

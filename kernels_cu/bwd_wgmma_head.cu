@@ -34,7 +34,7 @@ static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
 static_assert(!Head::HAS_SCORE_MOD && !Head::MAPPED && !DROPOUT && !RAGGED,
               "score options are not supported: use bwd_wgmma");
 
-using MBlocks = MBlockRange<true, false, false>;
+using MBlocks = MBlockRange<true, false>;
 
 // Shared memory: offsets in bytes.
 constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,

@@ -33,15 +33,25 @@ struct GroupBlockMap {
     }
 };
 
-// Iterates over the m_blocks of each of `heads` query heads. `m0` is the first row of an m_block: begin(), begin() +
-// BLOCK_M
-// ... before end(), without those that the block map excludes. first, next, past_last and seek define the order.
+// blockIdx, kept in a register, and read from the special register at each call.
+struct BlockIndex {
+    static __device__ __forceinline__ unsigned x() { return blockIdx.x; }
+    static __device__ __forceinline__ unsigned y() { return blockIdx.y; }
+};
+struct BlockIndexReread {
+    static __device__ __forceinline__ unsigned x() { return block_index_x(); }
+    static __device__ __forceinline__ unsigned y() { return block_index_y(); }
+};
+
+// Iterates over the m_blocks of each of `heads` query heads. `m0` is the first row of an m_block: from begin(), in
+// steps of BLOCK_M, before end(), without those that the block map excludes. first, next, past_last and seek define the
+// order.
 //
 //   N0_IN_REGISTER        n0, the first key of the n_block, is kept in a register
 //   ROTATED               starts at row n0 and wraps around
-//   KEY_TILE_IN_GRID_Y    the index of the n_block is blockIdx.y, not blockIdx.x
+//   WorkTile              has n_block_of_block(), the n_block that blockIdx determines; only without N0_IN_REGISTER
 //   MAY_DESCEND           some work tiles are `descending`
-template <bool N0_IN_REGISTER, bool ROTATED, bool KEY_TILE_IN_GRID_Y, bool MAY_DESCEND = false>
+template <bool N0_IN_REGISTER, bool ROTATED, class WorkTile = void, bool MAY_DESCEND = false>
 struct MBlockRange {
     const Head& head0;  // the group's first head; the ranges are the same for all heads
     const GroupBlockMap& map;
@@ -52,8 +62,8 @@ struct MBlockRange {
 
     // First key of the n_block. Without N0_IN_REGISTER it is recomputed on each call, which saves a register.
     __device__ __forceinline__ int n0() const {
-        return N0_IN_REGISTER ? n0_register
-                              : static_cast<int>(KEY_TILE_IN_GRID_Y ? block_index_y() : block_index_x()) * BLOCK_N;
+        if constexpr (N0_IN_REGISTER) return n0_register;
+        else return WorkTile::template n_block_of_block<BlockIndexReread>() * BLOCK_N;
     }
     __device__ __forceinline__ int begin() const {
         return head0.queries(n0(), n0() + BLOCK_N).begin / BLOCK_M * BLOCK_M;

@@ -3,9 +3,11 @@
 #pragma once
 #include <hopper.cuh>
 #include "longest_first.cuh"
+#include "m_block_range.cuh"
 #include "score_mod.cuh"
 
-// The work tile of a block. The order of work tiles:
+// The order of work tiles. To change it, edit the constructor of BwdWorkTile, and the grid in bwd_wgmma.py. If
+// DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks wait for each other.
 //
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
 //
@@ -14,36 +16,47 @@
 // the most m_blocks and start first; the short work tiles at the end of a group balance the load. Without groups the
 // heads would start one after the other, and the longest work tiles of the last head when other blocks already exit.
 //
-// DETERMINISTIC: blocks take work tiles in the order in which they draw tickets from the tile counter, not by blockIdx,
-// so that a block waits only for work tiles that have started.
+// DETERMINISTIC: work tiles are numbered in this order. A block takes the next number from the tile counter when it
+// starts, not its blockIdx, so that it waits only for work tiles that have started.
 //
-// ALTERNATING (DETERMINISTIC, causal): groups alternate between two orders. In one, the last n_blocks start first.
-// Their work tiles are the shortest. A work tile visits its m_blocks in ascending order from the diagonal on, so that
-// blocks that start together add to different query tiles. In the other order, the first n_blocks start first, and
-// m_blocks are visited in descending order (`descending`); the last group has this order. In both, consecutive work
-// tiles have similar lengths, also from one group to the next, and a work tile reaches a query tile after the work
-// tiles that precede it in the semaphore's order.
+// ALTERNATING (DETERMINISTIC, causal): groups alternate between two orders. The last group is `descending`.
+//
+//   order          n_blocks start    lengths of work tiles    m_blocks are visited
+//   ascending      last to first     shortest first           in ascending order, from the diagonal on
+//   descending     first to last     longest first            in descending order
+//
+// In both, a work tile reaches an m_block after the work tiles that precede it in the semaphore's order. In the
+// ascending order, blocks that start together also begin with different m_blocks. Consecutive work tiles have similar
+// lengths, also from one group to the next.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
-constexpr bool ALTERNATING = DETERMINISTIC && Head::HAS_RIGHT_BOUND &&
-                             !Head::HAS_LEFT_BOUND;  // with a window: the last n_block first in every group
+// With a window, every group is ascending.
+constexpr bool ALTERNATING = DETERMINISTIC && Head::HAS_RIGHT_BOUND && !Head::HAS_LEFT_BOUND;
+
 struct BwdWorkTile {
     int n_block;    // index among those of a head
     int work_head;  // among the heads of b that have work tiles: a key/value head, or with SPLIT_GROUP a query head
     int b;
     bool descending = false;
 
-    // number: the block's ticket if DETERMINISTIC, otherwise unused. work_heads: see work_tile_heads.
+    // The n_block of a block, if blockIdx determines it: neither RAGGED nor DETERMINISTIC. Index: BlockIndex, or
+    // BlockIndexReread in MBlockRange.
+    template <class Index>
+    static __device__ __forceinline__ int n_block_of_block() {
+        return L2_HEAD_GROUPS ? Index::y() : Index::x();
+    }
+
+    // number: the number of the work tile if DETERMINISTIC, otherwise unused. work_heads: see work_tile_heads.
     __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned work_heads, unsigned B)
-        : n_block(blockIdx.x), work_head(blockIdx.y), b(blockIdx.z) {
+        : n_block(DETERMINISTIC ? 0 : n_block_of_block<BlockIndex>()), work_head(blockIdx.y), b(blockIdx.z) {
         if (DETERMINISTIC) {
             const unsigned group_row = number / gridDim.x, head_group = group_row / gridDim.y;
             const unsigned head = head_group * gridDim.x + number % gridDim.x;
             n_block = group_row % gridDim.y, work_head = head % work_heads, b = head / work_heads;
             descending = ALTERNATING && (gridDim.z - head_group) % 2;
-            if (Head::HAS_RIGHT_BOUND && !descending) n_block = gridDim.y - 1 - n_block;
+            if (last_n_block_first()) n_block = gridDim.y - 1 - n_block;
         } else if (L2_HEAD_GROUPS) {
             const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
-            n_block = blockIdx.y, work_head = head % work_heads, b = head / work_heads;
+            work_head = head % work_heads, b = head / work_heads;
         }
     }
 #if RAGGED
@@ -56,12 +69,14 @@ struct BwdWorkTile {
 #else
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b); }
 #endif
-    // The value of the semaphore at which this work tile may add to the query tile that begins at row m0: the number of
+    // DETERMINISTIC: whether the work tiles of a head start, and add to dQ, from its last n_block to its first one.
+    __device__ __forceinline__ bool last_n_block_first() const { return Head::HAS_RIGHT_BOUND && !descending; }
+    // The value of the semaphore at which this work tile may add to the dQ tile of the m_block at row m0: the number of
     // work tiles that add to it earlier.
     __device__ __forceinline__ int semaphore_target(const Head& head, int m0) const {
         const Range keys = head.keys(m0, m0 + BLOCK_M);
-        return Head::HAS_RIGHT_BOUND && !descending ? (keys.end - 1) / BLOCK_N - n_block
-                                                    : n_block - (Head::HAS_LEFT_BOUND ? keys.begin / BLOCK_N : 0);
+        return last_n_block_first() ? (keys.end - 1) / BLOCK_N - n_block
+                                    : n_block - (Head::HAS_LEFT_BOUND ? keys.begin / BLOCK_N : 0);
     }
 };
 
