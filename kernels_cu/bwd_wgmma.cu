@@ -71,8 +71,10 @@ constexpr int DQ_SPLIT_COLS = SPLIT_HEAD_DIM  ? 128
                                               : 16;
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : DQ_SPLIT_COLS;  // columns of a consumer's 64 rows of dQ
 // Columns of consumer 1 that contain data; its other columns are padding.
-constexpr int DQ_COLS_2 = BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
-constexpr unsigned DQ_PART = 64 * DQ_COLS, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
+constexpr int DQ_COLS_OF_CONSUMER_1 =
+    BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
+constexpr unsigned DQ_CONSUMER_FLOATS = 64 * DQ_COLS,
+                   DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
 // Registers per thread (setmaxnreg). FEW_LOAD_REGISTERS: cases in which consumers would spill with 232 registers. With
 // a block map and SPLIT_HEAD_DIM consumers nevertheless have 232: the load warps would spill with 24.
 constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DK_COLS > 96 && !(SPLIT_HEAD_DIM && Head::MAPPED));
@@ -101,8 +103,8 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = V_AT + SmemLayout
                    P_AT = dS_AT + 2 * SmemLayoutPdS::BYTES,
                    dQ_AT = P_AT + (SPLIT_HEAD_DIM ? 2 * SmemLayoutPdS::BYTES : 0),
                    BIAS_AT = dQ_AT + (SPLIT_HEAD_DIM ? 0
-                                      : NARROW_V     ? 4 * DQ_PART
-                                                     : 4 * DQ_TILE),
+                                      : NARROW_V     ? 4 * DQ_CONSUMER_FLOATS
+                                                     : 4 * DQ_TILE_FLOATS),
                    BIAS_BYTES = BIAS ? SmemLayoutPdS::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M, MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(GroupBlockMap) : 0),
@@ -144,10 +146,10 @@ struct BwdBlock {
     }
     __device__ __forceinline__ float* dQ_tile(int head, int m0) const {
         const long long total_tiles = static_cast<long long>(params.B) * H * query_tiles<BLOCK_M>(params.score);
-        return params.dQ_accum + accumulators_at(total_tiles) + dQ_tile_index(head, m0) * DQ_TILE;
+        return params.dQ_accum + accumulators_index(total_tiles) + dQ_tile_index(head, m0) * DQ_TILE_FLOATS;
     }
     __device__ __forceinline__ unsigned* dQ_semaphore(int head, int m0, unsigned consumer) const {
-        return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_AT + 2 * dQ_tile_index(head, m0) + consumer;
+        return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_INDEX + 2 * dQ_tile_index(head, m0) + consumer;
     }
     __device__ __forceinline__ int semaphore_target(int m0) const { return work_tile.semaphore_target(head0, m0); }
     // The head of K and V that the work tile reads.
@@ -160,7 +162,7 @@ struct BwdBlock {
     __device__ __forceinline__ float* partial(const BwdWorkTile& reloaded, Gradient gradient, int key_offset,
                                               int slab) const {
         const long long tile = first_n_block<BLOCK_N>(reloaded.sequence(params.score)) + reloaded.n_block;
-        return params.dKV_partials + partial_at(tile * H + reloaded.work_head, gradient, key_offset, slab);
+        return params.dKV_partials + partial_index(tile * H + reloaded.work_head, gradient, key_offset, slab);
     }
 };
 
@@ -322,14 +324,14 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,
-    int counters,  // elements before the accumulators in dQ_accum: tile counter, semaphores
+    int num_counters,  // elements before the accumulators in dQ_accum: tile counter, semaphores
     int Hk,
     int group,  // H / Hk
     const __grid_constant__ Score score) {
 #if RAGGED
     static_assert(sizeof(WorkTile) == 32, "a WorkTile is 8 ints");
     griddepcontrol_launch_dependents();
-    for (int i = blockIdx.x * 256 + threadIdx.x; HAS_SEMAPHORES && i < counters; i += gridDim.x * 256)
+    for (int i = blockIdx.x * 256 + threadIdx.x; HAS_SEMAPHORES && i < num_counters; i += gridDim.x * 256)
         reinterpret_cast<unsigned*>(dQ_accum)[i] = 0;
     const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
     const int heads = work_tile_heads(Hk, group);
@@ -355,10 +357,11 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
-    const float* from = dQ_accum + accumulators_at(tiles) + tile * DQ_TILE + consumer * DQ_PART + warp * 128;
+    const float* from =
+        dQ_accum + accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS + warp * 128;
     const Range keys = Head(score, tile_rows.b, h).keys(tile_rows.row0, tile_rows.row0 + BLOCK_M);
     const unsigned* const dQ_semaphore =
-        reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_AT + 2 * tile + consumer;
+        reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_INDEX + 2 * tile + consumer;
     // Whether dQ is 0 because no key is visible to this tile: no block has written its accumulators. Without semaphores
     // these were zeroed before the launch.
     const bool no_keys = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *dQ_semaphore == 0;
@@ -372,8 +375,9 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
         return query_gradients_non_finite<16, 32>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, third);
     }
     const bool non_finite =
-        DQ_COLS_2 < DQ_COLS && consumer == 1
-            ? write_dQ_fragments<16, DQ_COLS_2, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, no_keys)
+        DQ_COLS_OF_CONSUMER_1 < DQ_COLS && consumer == 1
+            ? write_dQ_fragments<16, DQ_COLS_OF_CONSUMER_1, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale,
+                                                                 no_keys)
             : write_dQ_fragments<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, no_keys);
     if (non_finite) query_gradients_non_finite<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

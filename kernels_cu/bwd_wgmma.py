@@ -28,12 +28,12 @@ def dv_pad(p: Problem, t: Tile) -> int:
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; P if BLOCK_N = 64 (the consumers split the head
     dimension), otherwise dQ; mbarriers; a column of the block map."""
-    rows = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # bytes of a row of Q and of dO, or of K and of V
+    row_bytes = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # of Q and of dO, or of K and of V
     dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     if narrow_v(p, t):
         dQ = 4 * 64 * 96  # of one consumer: they stage dQ in turn
     dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
-    loaded = t.BLOCK_N * rows + t.STAGES * (t.BLOCK_M * (rows + 8) + (dS // 2 if p.bias else 0))
+    loaded = t.BLOCK_N * row_bytes + t.STAGES * (t.BLOCK_M * (row_bytes + 8) + (dS // 2 if p.bias else 0))
     return loaded + dS + (dS if t.BLOCK_N == 64 else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
 
 
@@ -171,8 +171,8 @@ nondeterministic = Kernel(
             grid=lambda p, t: (cdiv(work_tiles(p, t)[0], 8 * 8), 1, 1),
             block=lambda t: (256, 1, 1),
             smem_bytes=lambda p, t: 0,
-            args=("work_tiles", "dQ_accum", "counters", "Hk", "group", "score"),
-            numbers={"counters": lambda p, t: dQ_accum_with_semaphores(p, t)[1]},
+            args=("work_tiles", "dQ_accum", "num_counters", "Hk", "group", "score"),
+            numbers={"num_counters": lambda p, t: dQ_accum_with_semaphores(p, t)[1]},
         ),
         Entry(
             name="bwd_wgmma_postprocess",

@@ -27,7 +27,8 @@
 #include "m_block_range.cuh"
 #include "non_finite.cuh"
 
-constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
+constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
+                   DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
@@ -39,7 +40,7 @@ using MBlocks = MBlockRange<true, false>;
 // Shared memory: offsets in bytes.
 constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,
                    dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + STAGES * SmemLayoutQ::BYTES,
-                   dQ_AT = dS_AT + 2 * SmemLayoutPdS::BYTES, STATS_AT = dQ_AT + 4 * DQ_TILE,
+                   dQ_AT = dS_AT + 2 * SmemLayoutPdS::BYTES, STATS_AT = dQ_AT + 4 * DQ_TILE_FLOATS,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
 static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
 using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
@@ -98,7 +99,7 @@ struct HeadBlock {
         return {head0, *reinterpret_cast<const GroupBlockMap*>(smem), group, n0};
     }
     __device__ __forceinline__ float* dQ_tile(int head, int m0) const {
-        return params.dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE;
+        return params.dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE_FLOATS;
     }
     // Calls f(i, head of the group, m0, n0) for the i-th tile: all m_blocks of all n_blocks; and end(n0) after each
     // n_block.
@@ -144,7 +145,7 @@ struct ConsumerWarpgroup {
     // Waits until the dQ-store warp has read dQ of tile i - 1, then writes dQ of tile i to shared memory.
     __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[D_PAD / 2], unsigned i) const {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
-        stage_dQ(base + dQ_AT + consumer * 4 * DQ_PART, dQ);
+        stage_dQ(base + dQ_AT + consumer * 4 * DQ_CONSUMER_FLOATS, dQ);
     }
     // Arrives on the full barriers of dQ, if has_dQ, and of dS of tile i: the consumer has written both.
     __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned i) const {
@@ -295,7 +296,8 @@ __device__ __forceinline__ void postprocess(const HeadBlock& block, const View<d
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {
             const int tile = min(first + t, block.group * tiles - 1);
-            rows[t].load(block.dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_PART + warp % 4 * 128);
+            rows[t].load(block.dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_CONSUMER_FLOATS +
+                         warp % 4 * 128);
         }
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {
@@ -315,7 +317,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
     const float* delta,
-    float* dQ_accum,  // (B, H, query tiles, DQ_TILE)
+    float* dQ_accum,  // (B, H, query tiles, DQ_TILE_FLOATS)
     const __grid_constant__ View<dtype> dQ, const __grid_constant__ View<dtype> dK,
     const __grid_constant__ View<dtype> dV, const __grid_constant__ TensorMap Q_tile_map,
     const __grid_constant__ TensorMap dO_tile_map, const __grid_constant__ TensorMap K_map,

@@ -30,14 +30,16 @@
 #include "non_finite.cuh"
 #include "tile_scheduler_bwd_persistent.cuh"
 
-constexpr unsigned DQ_PART = 64 * D_PAD, DQ_TILE = 2 * DQ_PART;  // floats per consumer, per tile
-constexpr int ACCUM_AT = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
+constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
+                   DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
+constexpr int ACCUM_INDEX = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(!Head::HAS_SCORE_MOD && !Head::ELEMENT_MASK && !Head::MAPPED && !DROPOUT && !RAGGED,
               "masks must be ranges: use bwd_wgmma for other options");
 
-constexpr unsigned STAGING_BYTES = 4 * DQ_PART > SmemLayoutdKV::BYTES ? 4 * DQ_PART : SmemLayoutdKV::BYTES;
+constexpr unsigned STAGING_BYTES =
+    4 * DQ_CONSUMER_FLOATS > SmemLayoutdKV::BYTES ? 4 * DQ_CONSUMER_FLOATS : SmemLayoutdKV::BYTES;
 
 // Shared memory: offsets in bytes.
 constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,
@@ -273,7 +275,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
     const float* delta,
-    float* dQ_accum,  // tile counter, at ACCUM_AT (B, H, query tiles, DQ_TILE); all zeros
+    float* dQ_accum,  // tile counter, at ACCUM_INDEX (B, H, query tiles, DQ_TILE_FLOATS); all zeros
     const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV,
     const __grid_constant__ TensorMap Q_tile_map, const __grid_constant__ TensorMap dO_tile_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
@@ -336,7 +338,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postpr
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row0 = blockIdx.x * BLOCK_M + 64 * consumer + 16 * warp;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
-    const float* from = dQ_accum + ACCUM_AT + tile * DQ_TILE + consumer * DQ_PART + warp * 128;
+    const float* from = dQ_accum + ACCUM_INDEX + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS + warp * 128;
     if (write_dQ_fragments<16, D_PAD, 512>(dQ, sequence, h, row0, 0, lane, from, score.scale))
         query_gradients_non_finite<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 0);
 }

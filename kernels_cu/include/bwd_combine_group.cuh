@@ -33,7 +33,7 @@ __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 }
 
 // Offset in floats of a slab. number: n_block of the batch * H + query head; key_offset: 0 or 64.
-__device__ __forceinline__ long long partial_at(long long number, Gradient gradient, int key_offset, int slab) {
+__device__ __forceinline__ long long partial_index(long long number, Gradient gradient, int key_offset, int slab) {
     const long long half = number * (BLOCK_N / 64) + key_offset / 64;
     const int first = gradient == Gradient::dV ? PARTIAL_SLABS_K : 0;
     return (half * PARTIAL_SLABS + first + slab) * (PARTIAL_SLAB_BYTES / 4);
@@ -58,13 +58,14 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
         const Gradient gradient = chunk < CHUNKS_K ? Gradient::dK : Gradient::dV;
         const int column = 8 * (chunk < CHUNKS_K ? chunk : chunk - CHUNKS_K);
         if (row >= sequence.key_rows()) break;
-        const long long from = partial_at(tile * H + kv_head * group, gradient, row % BLOCK_N / 64 * 64, column / 64) +
-                               Swizzled<64, 64>::chunk(row % 64, column % 64 / 8) / 4;
+        const long long from =
+            partial_index(tile * H + kv_head * group, gradient, row % BLOCK_N / 64 * 64, column / 64) +
+            Swizzled<64, 64>::chunk(row % 64, column % 64 / 8) / 4;
         float sum[8] = {};
 #pragma unroll 4
         for (int head = 0; head < group; ++head) {
             const uint4 packed =
-                *reinterpret_cast<const uint4*>(dKV_partials + from + partial_at(head, Gradient::dK, 0, 0));
+                *reinterpret_cast<const uint4*>(dKV_partials + from + partial_index(head, Gradient::dK, 0, 0));
             const unsigned pairs[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {

@@ -7,7 +7,7 @@
 
 // Shared memory of a consumer's dQ. NARROW_V: the same for both consumers, which write there in turn, consumer 0 first.
 __device__ __forceinline__ SmemAddr own_dQ(SmemAddr base, unsigned consumer) {
-    return NARROW_V ? base + dQ_AT : base + dQ_AT + consumer * 4 * DQ_PART;
+    return NARROW_V ? base + dQ_AT : base + dQ_AT + consumer * 4 * DQ_CONSUMER_FLOATS;
 }
 
 // A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
@@ -20,10 +20,10 @@ __device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned w
         order.acquire(head, m0, consumer);
         mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
         TIMELINE(store_dQ);
-        float* const to = block.dQ_tile(head, m0) + consumer * DQ_PART;
+        float* const to = block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS;
         const SmemAddr from = own_dQ(block.base, consumer);
         const bool first = order.ready(head, m0, consumer);
-        const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_2 : DQ_COLS);
+        const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_OF_CONSUMER_1 : DQ_COLS);
         if (first) bulk_store(to, from, bytes);
         else tma_reduce_add(to, from, bytes);
         tma_store_commit();

@@ -68,7 +68,7 @@ struct ConsumerWarpgroup {
     }
     // Address in dQ_accum of the lane's first accumulator.
     __device__ __forceinline__ float* dQ_address() const {
-        return block.dQ_tile(head, m0) + consumer * DQ_PART + warp % 4 * 128 + threadIdx.x % 32 * 4;
+        return block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS + warp % 4 * 128 + threadIdx.x % 32 * 4;
     }
 
     // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.

@@ -57,11 +57,12 @@ __device__ __forceinline__ void store_dQ_tiles(const HeadBlock& block, unsigned 
             TIMELINE(wait_dQ);
             mbarrier_wait(Barriers::FulldQ::at(base, consumer), i % 2);
             TIMELINE(store_dQ);
-            float* const to = block.dQ_tile(head, m0) + consumer * DQ_PART;
-            const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_PART;
+            float* const to = block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS;
+            const SmemAddr from = base + dQ_AT + consumer * 4 * DQ_CONSUMER_FLOATS;
             if (n0 == 0)
-                bulk_store(to, from, 4 * DQ_PART);  // no window: if a row has visible keys, one is in n_block 0
-            else tma_reduce_add(to, from, 4 * DQ_PART);
+                bulk_store(to, from,
+                           4 * DQ_CONSUMER_FLOATS);  // no window: if a row has visible keys, one is in n_block 0
+            else tma_reduce_add(to, from, 4 * DQ_CONSUMER_FLOATS);
             tma_store_commit();
             tma_store_wait_read();
             mbarrier_arrive(Barriers::EmptydQ::at(base, consumer));

@@ -142,8 +142,9 @@ struct StoreWarp {
                               entry.h, entry.b, from);
             } else {
                 const unsigned long long offset =
-                    static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE + consumer * DQ_PART;
-                if (previous_dQ_tile >= 0) tma_reduce_add(params.dQ_accum + ACCUM_AT + offset, from, 4 * DQ_PART);
+                    static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS;
+                if (previous_dQ_tile >= 0)
+                    tma_reduce_add(params.dQ_accum + ACCUM_INDEX + offset, from, 4 * DQ_CONSUMER_FLOATS);
                 if (kind >= 0)
                     previous_dQ_tile =
                         (entry.b * opaque(params.Hk) * params.group + entry.h) * query_tiles<BLOCK_M>(params.score) +

@@ -3,18 +3,19 @@
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
-// Layout of dQ_accum: the tile counter (see draw_ticket); from SEMAPHORES_AT on two semaphores per query tile, one per
-// consumer; the accumulators. These start at a multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if
+// Layout of dQ_accum: the tile counter (see draw_ticket); from SEMAPHORES_INDEX on two semaphores per query tile, one
+// per consumer; the accumulators. These start at a multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if
 // consumers add to dQ_accum themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time.
 // DETERMINISTIC: a semaphore counts the work tiles that have added to the consumer's half of the query tile. Blocks add
 // to a query tile in the order of their work tiles. The first one stores, so that only the tile counter and the
 // semaphores have to be zeroed.
-constexpr long long SEMAPHORES_AT = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
+constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
 constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));
-__device__ __forceinline__ long long accumulators_at(long long query_tiles) {
-    return HAS_SEMAPHORES ? (SEMAPHORES_AT + 2 * query_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT
-                          : 0;
+__device__ __forceinline__ long long accumulators_index(long long query_tiles) {
+    return HAS_SEMAPHORES
+               ? (SEMAPHORES_INDEX + 2 * query_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT
+               : 0;
 }
 
 // Not DETERMINISTIC: the first block that increments a tile's semaphore stores, so that the accumulators need not be
