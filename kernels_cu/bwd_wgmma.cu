@@ -6,7 +6,8 @@
 // clang-format off
 //   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    dQ-store warps: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
+//   warps 2, 3    BLOCK_N = 128, dQ-store warps: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
+//                 BLOCK_N = 64: consumers add dQ from registers (red.global.add); these warps order the additions if DETERMINISTIC
 //   consumers     S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K
 //     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, BLOCK_N = 128; S1: S^T of m_block 1
 //     others          | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong: one consumer
@@ -123,7 +124,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     mbarrier_init(FullK::at(base, 0), 1);
     mbarrier_init(FullV::at(base, 0), 1);
     Barriers::init_stages(base);
-    for (unsigned consumer = 0; consumer < 2; ++consumer) Barriers::init_pair(base, consumer);
+    for (unsigned consumer = 0; consumer < 2; ++consumer) Barriers::init_dQ_dS(base, consumer);
     fence_proxy_async();
 }
 
@@ -218,7 +219,7 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
     TIMELINE(done);
 }
 
-// store_dQ_tiles and ConsumerWarpgroup: warps 2 and 3, and the consumers.
+// dQ_warp and ConsumerWarpgroup: warps 2 and 3, and the consumers.
 #if BLOCK_N == 64
 #include "bwd_consumer_wide.cuh"
 #elif HEAD_DIM > 128
@@ -288,7 +289,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         setmaxnreg_dec<LOAD_WARP_REGISTERS>();
         if (warp == 0 && elect()) load_tiles(block, bias_map);
         else if (warp == 1) load_stats(block);
-        else if ((!SPLIT_HEAD_DIM || DETERMINISTIC) && warp >= 2 && elect()) store_dQ_tiles(block, warp);
+        else if ((!SPLIT_HEAD_DIM || DETERMINISTIC) && warp >= 2 && elect()) dQ_warp(block, warp);
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -57,7 +57,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     mbarrier_init(FullK::at(base, 0), 1);
     mbarrier_init(FullV::at(base, 0), 1);
     Barriers::init_stages(base);
-    for (unsigned consumer = 0; consumer < 2; ++consumer) Barriers::init_pair(base, consumer);
+    for (unsigned consumer = 0; consumer < 2; ++consumer) Barriers::init_dQ_dS(base, consumer);
     mbarrier_init(EmptyKV::at(base, 0), 2);     // one thread per consumer
     mbarrier_init(dQComplete::at(base, 0), 2);  // one thread per dQ-store warp
     fence_proxy_async();
@@ -134,7 +134,8 @@ struct ConsumerWarpgroup {
           scale_log2(Head::unit_of(block.params.score) * Head::LOG2E), dK(dK), dV(dV) {}
 
     // S^T or dP^T of the consumer's keys.
-    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
+    __device__ __forceinline__ void mma_SdP_own_keys(float (&C)[BLOCK_M / 2], unsigned keys_at,
+                                                     unsigned queries_at) const {
         mma_SdP<HEAD_DIM>(C, SmemLayoutK::k_major(base + keys_at + key_offset * 128),
                           SmemLayoutQ::k_major(base + queries_at));
     }
@@ -175,20 +176,20 @@ struct ConsumerWarpgroup {
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys(S, K_AT, Q_at);
+        mma_SdP_own_keys(S, K_AT, Q_at);
         wgmma_wait<1>();  // dK of the previous tile
         if (has_previous) release_stage<QPipeline>(base, i - 1, lane == 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys(dP, V_AT, dO_at);
+        mma_SdP_own_keys(dP, V_AT, dO_at);
         if (has_previous) commit_dQ_dS(state.tiles_of_key_tile() > 1, i - 1);
 
         wgmma_wait<1>();  // S^T
         warpgroup_fence_operand(S);
         TIMELINE(wait_barrier);
         named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
-        TIMELINE(softmax);
+        TIMELINE(P);
         const int first_key = state.n0() + key_offset;
         const Range unmasked = block.head0.fully_visible_queries<true>(first_key, first_key + 64);
         // Query rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.

@@ -82,7 +82,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     Barriers::init_stages(base);
     for (unsigned i = 0; i < 2; ++i) {
         mbarrier_init(EmptyK::at(base, i), 8);
-        Barriers::init_pair(base, i);
+        Barriers::init_dQ_dS(base, i);
         mbarrier_init(WorkTilePipeline::full(base, i), 1);
         mbarrier_init(WorkTilePipeline::empty(base, i), 9);  // one lane of warp 1 and of each consumer warp
     }
@@ -149,21 +149,21 @@ struct ConsumerWarpgroup {
         QPipeline::wait(base, i);
         TIMELINE(S);
         const unsigned lane_flags = flags_of(i, consumer);
-        mma_keys<HEAD_DIM>(S, K_at(K_index), Q_at);
+        mma_SdP_own_keys<HEAD_DIM>(S, K_at(K_index), Q_at);
         const unsigned flags = uniform(lane_flags);  // here: it would cost more between the scheduler barriers
         wgmma_wait<1>();                             // dK of the previous tile
         release_stage<QPipeline>(base, i - 1, lane == 0 && i > 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
+        mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         commit_dQ_dS();
 
         wgmma_wait<1>();  // S^T
         warpgroup_fence_operand(S);
         TIMELINE(wait_barrier);
         named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
-        TIMELINE(softmax);
+        TIMELINE(P);
         if (flags & NEEDS_MASK) apply_mask(S);
         compute_P(P, S, scale_log2, stats);
         TIMELINE(dP);
@@ -197,7 +197,8 @@ struct ConsumerWarpgroup {
     }
     // S^T or dP^T of the consumer's keys. Columns of V and dO from HEAD_DIM_V on are zeros, so those of dV are, too.
     template <int COLUMNS>
-    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
+    __device__ __forceinline__ void mma_SdP_own_keys(float (&C)[BLOCK_M / 2], unsigned keys_at,
+                                                     unsigned queries_at) const {
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(base + keys_at + key_offset * 128),
                          SmemLayoutQ::k_major(base + queries_at));
     }
@@ -209,8 +210,8 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_M / 2]) const {
         const volatile StagedStore& current = staged_store(staged_count - 1);
         const FragmentCoords coords(current.m0, current.n0 + key_offset);
-        const Head bound(params.score, current.b, 0);
-        mask_fragment<BLOCK_M / 2>(bound, coords, [&](int k) { S[k] = -INF; });
+        const Head head(params.score, current.b, 0);
+        mask_fragment<BLOCK_M / 2>(head, coords, [&](int k) { S[k] = -INF; });
     }
 
     // dQ, dV and dK use the same staging buffer: wait until it is empty, write, and commit before the next use.

@@ -18,23 +18,23 @@ struct ConsumerWarpgroup : KeyConsumer {
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys<HEAD_DIM>(S, K_AT, Q_at);
+        mma_SdP_own_keys<HEAD_DIM>(S, K_AT, Q_at);
         wgmma_wait<1>();  // dK of the previous m_block
         if (!FIRST) release_stage<QPipeline>(base, i - 1, elected());
         TIMELINE(wait_dO);
         if (FIRST) mbarrier_wait(FullV::at(base, 0), 0);
         dOPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
+        mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         if (!FIRST) commit_dQ_dS(i > 1, i % 2 ^ 1);
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
-        const Head bound(block.params.score, block.b, block.first_head() + head);
+        const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
         KeepBits<BLOCK_M> keep;
-        keep.compute(bound, first_query, warp_key);
-        FragmentMask<BLOCK_M> mask{bound,     block.head0, first_query,
-                                   first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
+        keep.compute(current_head, first_query, warp_key);
+        FragmentMask<BLOCK_M> mask{current_head, block.head0, first_query,
+                                   first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
         unsigned bias[BLOCK_M / 16][4];  // in the layout of S^T
         if (BIAS) load_bias_fragment(bias, own_keys(base + BIAS_AT + stage * BIAS_BYTES), warp % 4 * 2);
@@ -43,14 +43,14 @@ struct ConsumerWarpgroup : KeyConsumer {
         warpgroup_fence_operand(S);
         TIMELINE(wait_barrier);
         named_barrier_sync(own_turn, BOTH_CONSUMERS);  // the other consumer has computed its P and dS
-        TIMELINE(softmax);
+        TIMELINE(P);
         unsigned derivative[BLOCK_M / 16][4];
-        softmax(S, derivative, bound, mask, bias, stats);
+        recompute_P(S, derivative, current_head, mask, bias, stats);
         TIMELINE(dP);
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
         // The other consumer's turn. It is faster to arrive here if BLOCK_M = 128, and after the store of dS if 64.
         if (BLOCK_M == 128) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
         if (!FIRST) wait_dS(i - 1);  // dS of i - 1 is complete; both have read that of i - 2, which is overwritten here

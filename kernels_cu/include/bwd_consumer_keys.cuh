@@ -11,7 +11,7 @@ __device__ __forceinline__ SmemAddr own_dQ(SmemAddr base, unsigned consumer) {
 }
 
 // A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
-__device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
+__device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     dQOrder<BwdBlock> order{block};
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         // Recomputed with a block map, where keeping it spills.
@@ -67,9 +67,10 @@ struct KeyConsumer {
         return tile + consumer * SmemLayoutPdS::SLAB_BYTES;
     }
 
-    // S^T or dP^T of the consumer's keys.
+    // S^T or dP^T of the consumer's keys and all queries.
     template <int COLUMNS>
-    __device__ __forceinline__ void mma_keys(float (&C)[BLOCK_M / 2], unsigned keys_at, unsigned queries_at) const {
+    __device__ __forceinline__ void mma_SdP_own_keys(float (&C)[BLOCK_M / 2], unsigned keys_at,
+                                                     unsigned queries_at) const {
         const SmemAddr tiles =
             D_PAD > 96 ? uniform(base) : base;  // without `uniform` the descriptors would stay in registers and spill
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * 128),
@@ -80,9 +81,10 @@ struct KeyConsumer {
         if constexpr (NARROW_V) {
             // Columns 64 * consumer to 64 * consumer + 63, a slab, and half of the third slab.
             const SmemAddr tiles = uniform(base);
-            const unsigned third = 2 * SmemLayoutK::SLAB_BYTES - consumer * (SmemLayoutK::SLAB_BYTES - 64);
+            // The descriptor's leading offset is from this slab to the consumer's half of slab 2: 32 columns, 64 bytes.
+            const unsigned leading_bytes = 2 * SmemLayoutK::SLAB_BYTES - consumer * (SmemLayoutK::SLAB_BYTES - 64);
             return mma_dQ(dQ, SmemLayoutPdS::k_major(tiles + dS_at),
-                          make_descriptor(tiles + K_AT + consumer * SmemLayoutK::SLAB_BYTES, third, 1024));
+                          make_descriptor(tiles + K_AT + consumer * SmemLayoutK::SLAB_BYTES, leading_bytes, 1024));
         }
         constexpr unsigned ROWS_64 = 64 * 128,
                            COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
@@ -111,11 +113,11 @@ struct KeyConsumer {
     }
 
     // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
-    __device__ __forceinline__ void softmax(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
-                                            const Head& bound, const FragmentMask<BLOCK_M>& mask,
-                                            const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {
+    __device__ __forceinline__ void recompute_P(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
+                                                const Head& current_head, const FragmentMask<BLOCK_M>& mask,
+                                                const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {
         const FragmentCoords coords(mask.first_query, block.m_blocks.n0() + key_offset);
-        apply_score_mod(S, derivative, bound, coords, bias);
+        apply_score_mod(S, derivative, current_head, coords, bias);
         if constexpr (!MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { S[k] = -INF; });
         compute_P(P, S, scale_log2, stats);
         if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });

@@ -32,15 +32,15 @@ struct ConsumerWarpgroup : KeyConsumer {
         QPipeline::wait(base, i);
         TIMELINE(S);
         float S[BLOCK_M / 2];
-        mma_keys<HEAD_DIM>(S, K_AT, Q_at);
+        mma_SdP_own_keys<HEAD_DIM>(S, K_AT, Q_at);
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
-        const Head bound(block.params.score, block.b, block.first_head() + head);
+        const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
         KeepBits<BLOCK_M> keep;
-        keep.compute(bound, first_query, warp_key);
-        FragmentMask<BLOCK_M> mask{bound,     block.head0, first_query,
-                                   first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
+        keep.compute(current_head, first_query, warp_key);
+        FragmentMask<BLOCK_M> mask{current_head, block.head0, first_query,
+                                   first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
 
         wgmma_wait<1>();  // dK of the previous m_block
@@ -49,20 +49,20 @@ struct ConsumerWarpgroup : KeyConsumer {
         warpgroup_fence_operand(S);
         TIMELINE(wait_barrier);
         named_barrier_sync(own_turn, BOTH_CONSUMERS);  // the other consumer has computed its P and dS
-        TIMELINE(softmax);
+        TIMELINE(P);
         unsigned derivative[BLOCK_M / 16][4];
         const unsigned no_bias[BLOCK_M / 16][4] = {};
-        softmax(S, derivative, bound, mask, no_bias, stats);
+        recompute_P(S, derivative, current_head, mask, no_bias, stats);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
         TIMELINE(dP);
         float dP[BLOCK_M / 2];
-        mma_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
+        mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         if (!DROPOUT) mma_dKV(dV, P, base + dO_at);
         wgmma_wait<!DROPOUT>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
         named_barrier_arrive(other_turn, BOTH_CONSUMERS);
         wait_dS(i - 1);  // as in bwd_consumer.cuh; returns at once if i = 0
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);

@@ -5,8 +5,8 @@
 // computed in the same iteration: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
 #pragma once
 
-// A dQ-store warp, only if DETERMINISTIC: orders the additions of one consumer, but does not add itself.
-__device__ __forceinline__ void store_dQ_tiles(const BwdBlock& block, unsigned warp) {
+// A dQ warp, only if DETERMINISTIC: orders the additions of one consumer, which adds dQ itself.
+__device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     const unsigned consumer = warp - 2;
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         TIMELINE(wait_dQ);
@@ -41,17 +41,18 @@ struct ConsumerWarpgroup {
     // Address of the consumer's queries in a tile of P or dS.
     __device__ __forceinline__ SmemAddr own_queries(SmemAddr tile) const { return tile + query_offset * 128; }
 
-    // S^T or dP^T of the consumer's queries.
+    // S^T or dP^T of the consumer's queries and all keys.
     template <int COLUMNS>
-    __device__ __forceinline__ void mma_queries(float (&C)[M / 2], unsigned keys_at, unsigned queries_at) const {
+    __device__ __forceinline__ void mma_SdP_own_queries(float (&C)[M / 2], unsigned keys_at,
+                                                        unsigned queries_at) const {
         const SmemAddr tiles = uniform(base);  // without `uniform` the descriptors would stay in registers and spill
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at),
                          SmemLayoutQ::k_major(tiles + queries_at + query_offset * 128));
     }
     // dV += P^T dO or dK += dS^T Q: the consumer's columns; P or dS in shared memory.
     template <int R>
-    __device__ __forceinline__ void mma_columns(float (&C)[R], unsigned A_at, unsigned queries_at,
-                                                bool accumulate) const {
+    __device__ __forceinline__ void mma_dKV_own_columns(float (&C)[R], unsigned A_at, unsigned queries_at,
+                                                        bool accumulate) const {
         const Descriptor A = SmemLayoutPdS::mn_major(base + A_at);
         const Descriptor B = SmemLayoutQ::mn_major(base + queries_at + consumer * (R / 32 * SmemLayoutQ::SLAB_BYTES));
         wgmma_fence();
@@ -72,11 +73,12 @@ struct ConsumerWarpgroup {
     }
 
     // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
-    __device__ __forceinline__ void softmax(float (&S)[M / 2], unsigned (&derivative)[M / 16][4], const Head& bound,
-                                            const FragmentMask<M>& mask, const float* stats) {
+    __device__ __forceinline__ void recompute_P(float (&S)[M / 2], unsigned (&derivative)[M / 16][4],
+                                                const Head& current_head, const FragmentMask<M>& mask,
+                                                const float* stats) {
         const FragmentCoords coords(mask.first_query, block.m_blocks.n0());
         const unsigned no_bias[M / 16][4] = {};
-        apply_score_mod(S, derivative, bound, coords, no_bias);
+        apply_score_mod(S, derivative, current_head, coords, no_bias);
         if constexpr (!MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { S[k] = -INF; });
         compute_P(P, S, scale_log2, stats);
         if constexpr (MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { hide(P, k); });
@@ -97,44 +99,44 @@ struct ConsumerWarpgroup {
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
-        mma_queries<HEAD_DIM>(S, K_AT, Q_at);
+        mma_SdP_own_queries<HEAD_DIM>(S, K_AT, Q_at);
         wgmma_wait<1>();  // dK of the previous m_block
         if (accumulates) release_stage<QPipeline>(base, i - 1, lane == 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
         TIMELINE(S);
-        mma_queries<HEAD_DIM_V>(dP, V_AT, dO_at);
+        mma_SdP_own_queries<HEAD_DIM_V>(dP, V_AT, dO_at);
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
-        const Head bound(block.params.score, block.b, block.first_head() + head);
+        const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0 + query_offset, first_key = block.m_blocks.n0(),
                   warp_key = first_key + warp % 4 * 16;
         KeepBits<M> keep;
-        keep.compute(bound, first_query, warp_key);
-        FragmentMask<M> mask{bound,     block.head0, first_query,
-                             first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
+        keep.compute(current_head, first_query, warp_key);
+        FragmentMask<M> mask{current_head, block.head0, first_query,
+                             first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
 
         wgmma_wait<1>();  // S^T
         warpgroup_fence_operand(S);
-        TIMELINE(softmax);
+        TIMELINE(P);
         unsigned derivative[M / 16][4], P_dropped[M / 16][4];
-        softmax(S, derivative, bound, mask, stats);
+        recompute_P(S, derivative, current_head, mask, stats);
         drop_P(P_dropped, P, keep);
         store_transposed<SmemLayoutPdS>(own_queries(base + P_at), warp % 4 * 2, P_dropped);
         fence_proxy_async();
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);  // both consumers have written P
         TIMELINE(dP);
-        mma_columns(dV, P_at, dO_at, accumulates);
+        mma_dKV_own_columns(dV, P_at, dO_at, accumulates);
         wgmma_wait<1>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
         store_transposed<SmemLayoutPdS>(own_queries(base + dS_at), warp % 4 * 2, dS);
         fence_proxy_async();
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);  // both consumers have written dS
         mma_own_dQ(dQ, dS_at);
-        mma_columns(dK, dS_at, Q_at, accumulates);
+        mma_dKV_own_columns(dK, dS_at, Q_at, accumulates);
 
         TIMELINE(dQ);
         // Computed while the wgmmas run.

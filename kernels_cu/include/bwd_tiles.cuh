@@ -62,8 +62,8 @@ struct BwdBarriers {
             mbarrier_init(dOPipeline::empty(base, stage), 8);
         }
     }
-    // Initialises barrier i (0 or 1) of each array of two.
-    static __device__ __forceinline__ void init_pair(SmemAddr base, unsigned i) {
+    // Initialises one barrier of each array of two. i: the consumer for dQ, the parity of the m_block for dS.
+    static __device__ __forceinline__ void init_dQ_dS(SmemAddr base, unsigned i) {
         mbarrier_init(FulldQ::at(base, i), 4);   // one lane per warp of the consumer
         mbarrier_init(EmptydQ::at(base, i), 1);  // the dQ-store warp
         mbarrier_init(FulldS::at(base, i), 8);   // one lane per consumer warp

@@ -52,13 +52,13 @@ __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, cons
                                  head < heads ? static_cast<int>(head / Hk) : -1};
     if (work_tile.b < 0) return work_tile;
     const SeqlenInfo sequence(score, work_tile.b);
-    const Head bound(sequence, 0);  // the mask does not depend on the head
+    const Head any_head(sequence, 0);  // the mask does not depend on the head
     const int n0 = work_tile.n_block * BLOCK_N;
-    const Range queries = bound.queries(n0, n0 + BLOCK_N);
+    const Range queries = any_head.queries(n0, n0 + BLOCK_N);
     work_tile.begin = queries.begin / BLOCK_M * BLOCK_M, work_tile.end = queries.end;
     for (int consumer = 0; consumer < 2; ++consumer)
         work_tile.fully_visible[consumer] =
-            bound.fully_visible_queries<true>(n0 + 64 * consumer, n0 + 64 * consumer + 64);
+            any_head.fully_visible_queries<true>(n0 + 64 * consumer, n0 + 64 * consumer + 64);
     return work_tile;
 }
 

@@ -35,21 +35,21 @@ struct ConsumerWarpgroup : KeyConsumer {
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys<HEAD_DIM>(S, K_AT, Q_at);
+        mma_SdP_own_keys<HEAD_DIM>(S, K_AT, Q_at);
         if (OVERLAP == ON) wgmma_wait<1>();  // dK of the previous m_block
         if (HAS_PREVIOUS) release_stage<QPipeline>(base, i - 1, elected());
         TIMELINE(wait_dO);
         if (FIRST) mbarrier_wait(FullV::at(base, 0), 0);
         dOPipeline::wait(base, i);
         TIMELINE(S);
-        mma_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
+        mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         if (HAS_PREVIOUS) commit_dQ_dS(i > 1, i % 2 ^ 1);
 
-        const Head bound(block.params.score, block.b, block.first_head() + head);
+        const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
         KeepBits<BLOCK_M> keep;
-        keep.compute(bound, first_query, warp_key);
-        FragmentMask<BLOCK_M> mask{bound,     block.head0, first_query,
+        keep.compute(current_head, first_query, warp_key);
+        FragmentMask<BLOCK_M> mask{current_head,     block.head0, first_query,
                                    first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
         unsigned bias[BLOCK_M / 16][4], derivative[BLOCK_M / 16][4];
@@ -58,13 +58,13 @@ struct ConsumerWarpgroup : KeyConsumer {
         warpgroup_fence_operand(S);
         TIMELINE(wait_barrier);
         wait_turn();
-        TIMELINE(softmax);
-        softmax(S, derivative, bound, mask, bias, stats);
+        TIMELINE(P);
+        recompute_P(S, derivative, current_head, mask, bias, stats);
         TIMELINE(dP);
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, bound, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
         if (BLOCK_M == 128) end_turn();
         if (HAS_PREVIOUS) wait_dS(i - 1);
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
