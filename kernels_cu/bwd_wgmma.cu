@@ -26,9 +26,11 @@
 // of the accumulator registers; `bwd_wgmma_postprocess` converts and scales it. Warp roles: FlashAttention-3 (Shah et
 // al. 2024, arXiv:2407.08608). Tile and grid: bwd_wgmma.py. Names that end in _AT: offsets in shared memory, bytes.
 //
-// Building blocks: bwd_tiles.cuh, pipeline.cuh, m_block_range.cuh (order of m_blocks), tile_scheduler_bwd.cuh
-// (work tile of a block), dq_semaphore.cuh (order of additions to dQ), bwd_load.cuh, bwd_mainloop.cuh, bwd_fragment.cuh
-// (score, mask, bias, dropout), bwd_epilogue.cuh (stores of dK and dV), bwd_postprocess.cuh, non_finite.cuh.
+// Building blocks: bwd_consumer.cuh, bwd_consumer_narrow_v.cuh, bwd_consumer_wide.cuh (the mainloop, `bwd_step`),
+// bwd_consumer_keys.cuh (what the first two share; dQ-store warps), bwd_mma_steps.cuh, bwd_fragment.cuh (score, mask,
+// bias, dropout), bwd_epilogue.cuh (stores of dK and dV), bwd_tiles.cuh, bwd_load.cuh, m_block_range.cuh (order of
+// m_blocks), tile_scheduler_bwd.cuh (work tile of a block), dq_semaphore.cuh (additions to dQ), bwd_postprocess.cuh,
+// non_finite.cuh.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
@@ -46,7 +48,7 @@
 #include "bwd_combine_group.cuh"
 #include "bwd_epilogue.cuh"
 #include "bwd_load.cuh"
-#include "bwd_mainloop.cuh"
+#include "bwd_mma_steps.cuh"
 #include "bwd_postprocess.cuh"
 #include "dq_semaphore.cuh"
 #include "m_block_range.cuh"

@@ -1,5 +1,5 @@
-// The steps of the backward mainloop on wgmma: S^T and dP^T, P and dS, dV, dK and dQ. M: query rows of a fragment of
-// P^T or dS^T; a fragment has M / 16 steps of 4 registers, two packed elements each.
+// The steps of the backward mainloop on wgmma (`bwd_step` in bwd_consumer*.cuh): S^T and dP^T, P and dS, dV, dK and dQ.
+// M: query rows of a fragment of P^T or dS^T; a fragment has M / 16 steps of 4 registers, two packed elements each.
 #pragma once
 #include "bwd_fragment.cuh"
 #include "bwd_tiles.cuh"
