@@ -245,7 +245,8 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }
 
-// Programmatic dependent launch: fwd_wgmma starts meanwhile, and waits before it draws its first work tile.
+// Programmatic dependent launch: fwd_wgmma starts meanwhile. A block's first work tile has number blockIdx.x; the
+// scheduler warp waits for this kernel before it draws the second one.
 extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
                                                                  const __grid_constant__ Score score) {
     clear_tile_counter(tile_counter, score);
@@ -270,7 +271,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     extern __shared__ __align__(1024) char smem[];
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
-    if (Head::MAPPED) griddepcontrol_wait();  // the previous kernel writes the block map
+    if (Head::MAPPED) griddepcontrol_wait();  // an earlier entry point writes the block map
     __syncthreads();                          // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 

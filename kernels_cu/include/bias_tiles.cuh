@@ -5,7 +5,7 @@
 #include "score_mod.cuh"
 #include "swizzle.cuh"
 
-constexpr bool BIAS_TILES = BIAS & 8;  // bits of BIAS: score_mod.cuh
+constexpr bool BIAS_TILES = BIAS & 8;  // bits of BIAS: score.cuh
 
 // STAGES stages at byte AT of shared memory.
 template <unsigned AT>

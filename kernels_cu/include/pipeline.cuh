@@ -45,7 +45,8 @@ struct Pipeline {
     static __device__ __forceinline__ void wait(SmemAddr base, unsigned i) {
         mbarrier_wait(full(base, stage_of<DEPTH>(i)), parity_of<DEPTH>(i));
     }
-    // Consumer: tile i's stage may be overwritten. One lane of each warp calls it.
+    // Consumer: tile i's stage may be overwritten. Called as often per tile as `empty` counts arrivals (init_barriers
+    // of the kernel): by one lane of each consumer warp, or by all threads of SchedulerPipeline's readers.
     static __device__ __forceinline__ void release(SmemAddr base, unsigned i) {
         mbarrier_arrive(empty(base, stage_of<DEPTH>(i)));
     }

@@ -174,16 +174,16 @@ __device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
-// Programmatic dependent launch: allows the next entry to start when all blocks of this one have started, if its spec
-// has programmatic_launch=True. The next entry must call griddepcontrol_wait before it reads this one's results. No
-// effect before compute capability 9.0.
+// Programmatic dependent launch: allows the next entry point in the stream to start when all blocks of this one have
+// started, if its spec has programmatic_launch=True. It must call griddepcontrol_wait before it reads this one's
+// results. No effect before compute capability 9.0.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the previous entry has completed and its writes are visible.
+// Waits until the previous entry point has completed and its writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

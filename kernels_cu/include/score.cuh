@@ -104,7 +104,7 @@ struct Snippet {
 };
 #endif
 
-// An argument of every kernel, passed by value. score_fields in sandbox/core/options.py has the same fields.
+// An argument of every kernel, passed by value. score_structure in sandbox/core/options.py has the same fields.
 struct Score {
     int Sq, Sk;
     int diagonal;  // key i + diagonal is on the diagonal of query i (Sk - Sq: bottom-right, 0: top-left)

@@ -120,7 +120,7 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
                     if (prefetch) acquire();
                     write(work_tile);
                 }
-                griddepcontrol_wait();  // the previous kernel clears the counter
+                griddepcontrol_wait();  // the previous entry point clears the counter
                 if (work_tile.invalid()) return;
                 f(work_tile);
                 prefetch = order.is_short(work_tile);
@@ -180,7 +180,8 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
     };
 };
 
-// Clears the tile counter of a dynamic order; called by one warp, in a kernel that runs before the persistent one.
+// Clears the tile counter of a dynamic order; called by one warp, in an entry point that runs before the
+// persistent one.
 __device__ __forceinline__ void clear_tile_counter(unsigned* tile_counter, const Score& score) {
     griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) *tile_counter = 0;

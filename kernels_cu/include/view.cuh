@@ -2,8 +2,8 @@
 #pragma once
 
 // A (B, H, S, D) tensor with unit stride in D. Strides are in elements, 64-bit: a tensor may have more than 2^31
-// elements. View in sandbox/launch/arguments.py has the same layout. PagedView of seqlen.cuh has the same functions for
-// keys in pages.
+// elements. View in sandbox/launch/arguments.py has the same layout. PagedView of paged_keys.cuh has the same functions
+// for keys in pages.
 template <typename T>
 struct View {
     T* data;
