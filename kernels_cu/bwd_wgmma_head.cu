@@ -271,8 +271,8 @@ struct ConsumerWarpgroup {
         // All four warps have written dK and dV before the TMA store.
         named_barrier_sync(consumer_barrier(consumer), CONSUMER_THREADS);
         if (threadIdx.x % 128 == 0) {
-            const int row = block.head0.key_row_box(state.n0() + key_offset),
-                      batch = block.head0.key_row_batch(block.b);
+            const int row = block.head0.tma_dKV_row(state.n0() + key_offset),
+                      batch = block.head0.tma_dKV_batch(block.b);
             tma_store(params.dV_map, 0, row, block.kv_head, batch, base + dKV_staging(false));
             tma_store(params.dK_map, 0, row, block.kv_head, batch, base + dKV_staging(true));
             tma_store_commit();

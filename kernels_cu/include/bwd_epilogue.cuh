@@ -46,8 +46,8 @@ __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer,
                 bulk_store(block.partial(work_tile, GRADIENT, key_offset, slab + first_slab),
                            tile + slab * SmemLayout::SLAB_BYTES, PARTIAL_SLAB_BYTES);
             else
-                tma_store(map, (slab + first_slab) * 64, block.head0.key_row_box(block.m_blocks.n0() + key_offset),
-                          work_tile.work_head, block.head0.key_row_batch(work_tile.b),
+                tma_store(map, (slab + first_slab) * 64, block.head0.tma_dKV_row(block.m_blocks.n0() + key_offset),
+                          work_tile.work_head, block.head0.tma_dKV_batch(work_tile.b),
                           tile + slab * SmemLayout::SLAB_BYTES);
         tma_store_commit();
     }

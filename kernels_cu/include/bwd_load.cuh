@@ -9,14 +9,14 @@ template <class SmemLayout = SmemLayoutQ>
 __device__ __forceinline__ void load_query_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
                                                 const Head& head, int b, int h, int m0, SmemAddr full,
                                                 unsigned more = 0) {
-    SmemLayout::load(tile, map, head.query_box(m0), tensor.stride_h ? h : 0, head.query_batch(tensor.stride_b ? b : 0),
-                     full, more);
+    SmemLayout::load(tile, map, head.tma_query_row(m0), tensor.stride_h ? h : 0,
+                     head.tma_query_batch(tensor.stride_b ? b : 0), full, more);
 }
 template <class SmemLayout = SmemLayoutK>
 __device__ __forceinline__ void load_key_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
                                               const Head& head, int b, int kv_head, int n0, SmemAddr full) {
-    SmemLayout::load(tile, map, head.key_box(n0), tensor.stride_h ? kv_head : 0,
-                     head.key_batch(tensor.stride_b ? b : 0), full);
+    SmemLayout::load(tile, map, head.tma_key_row(n0), tensor.stride_h ? kv_head : 0,
+                     head.tma_key_batch(tensor.stride_b ? b : 0), full);
 }
 
 // By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory. A lane copies every

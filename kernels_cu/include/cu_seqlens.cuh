@@ -12,8 +12,8 @@ struct RowTile {
 };
 
 #if RAGGED
-// cu_seqlens of queries or of keys. packed: the query heads of a group that are rows of one tile; row = query * packed
-// + head.
+// cu_seqlens of queries or of keys. qhead_per_khead: with packed GQA, the number of query heads that are rows of one
+// tile; row = query * qhead_per_khead + head in the group.
 struct Offsets {
     const int* cu_seqlens;  // (count + 1,)
     long long stride;
@@ -24,8 +24,8 @@ struct Offsets {
     __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), max_length); }
 
     template <int ROWS>
-    __device__ __forceinline__ int first_tile(int b, int packed = 1) const {
-        return begin(b) * packed / ROWS + b;
+    __device__ __forceinline__ int first_tile(int b, int qhead_per_khead = 1) const {
+        return begin(b) * qhead_per_khead / ROWS + b;
     }
     template <int ROWS>
     __device__ __forceinline__ int tiles() const {
@@ -33,15 +33,15 @@ struct Offsets {
     }  // in the grid
 
     template <int ROWS>
-    __device__ __forceinline__ RowTile tile(int number, int packed = 1) const {
+    __device__ __forceinline__ RowTile tile(int number, int qhead_per_khead = 1) const {
         if (CHECKED) check();
         int b = 0, end = count;
         while (end - b > 1) {
             const int middle = (b + end) / 2;
-            if (first_tile<ROWS>(middle, packed) <= number) b = middle;
+            if (first_tile<ROWS>(middle, qhead_per_khead) <= number) b = middle;
             else end = middle;
         }
-        return tile_of<ROWS>(b, number, packed);
+        return tile_of<ROWS>(b, number, qhead_per_khead);
     }
     // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every
     // step.
@@ -59,9 +59,9 @@ struct Offsets {
         return tile_of<ROWS>(b, number);
     }
     template <int ROWS>
-    __device__ __forceinline__ RowTile tile_of(int b, int number, int packed = 1) const {
-        const int tile = number - first_tile<ROWS>(b, packed), row0 = tile * ROWS;
-        return tile >= 0 && row0 < length(b) * packed ? RowTile{b, row0} : RowTile{-1, 0};
+    __device__ __forceinline__ RowTile tile_of(int b, int number, int qhead_per_khead = 1) const {
+        const int tile = number - first_tile<ROWS>(b, qhead_per_khead), row0 = tile * ROWS;
+        return tile >= 0 && row0 < length(b) * qhead_per_khead ? RowTile{b, row0} : RowTile{-1, 0};
     }
 
     __device__ __forceinline__ void check() const {

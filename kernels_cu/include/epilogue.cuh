@@ -54,7 +54,7 @@ struct OutputBuffer {
             fence_proxy_async();
             __syncwarp();  // the slabs' 16 rows are complete before one lane stores them
             if (store_lane)
-                Outputs::store(O_warp_map, head.query_box(first_row), h, head.query_batch(b), slab_smem, slab,
+                Outputs::store(O_warp_map, head.tma_query_row(first_row), h, head.tma_query_batch(b), slab_smem, slab,
                                SLABS_PER_STORE);
         }
     }

@@ -52,13 +52,13 @@ struct KeyTileLoader {
         mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + more);
 #pragma unroll 1
         for (int row = 0; row < BLOCK_N; row += PAGE_BOX) {
-            const int2 box = sequence.template page_box<PAGE_BOX>(n0 + row);
-            KeyPipeline::Tile::load_packed(base + KeyPipeline::tile_at(i) + row * 128, map, box.x,
-                                           tensor.stride_h ? h : 0, box.y, full);
+            const int2 box = sequence.template tma_page_coords<PAGE_BOX>(n0 + row);
+            KeyPipeline::Tile::load_5d(base + KeyPipeline::tile_at(i) + row * 128, map, box.x, tensor.stride_h ? h : 0,
+                                       box.y, full);
         }
 #else
-        KeyPipeline::load(base, i, map, sequence.key_box(n0), tensor.stride_h ? h : 0,
-                          sequence.key_batch(tensor.stride_b ? b : 0), more);
+        KeyPipeline::load(base, i, map, sequence.tma_key_row(n0), tensor.stride_h ? h : 0,
+                          sequence.tma_key_batch(tensor.stride_b ? b : 0), more);
 #endif
     }
 };

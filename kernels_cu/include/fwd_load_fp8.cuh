@@ -21,8 +21,8 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
             pipeline.acquire(base, i);
             TIMELINE(load);
             if (tile == V_AT) has_tile[stage] = true;
-            tiles.load(base + tile + stage * tiles.BYTES, map, sequence.key_box(work_tile.keys_at(j)),
-                       tensor.stride_h ? h : 0, sequence.key_batch(tensor.stride_b ? b : 0),
+            tiles.load(base + tile + stage * tiles.BYTES, map, sequence.tma_key_row(work_tile.keys_at(j)),
+                       tensor.stride_h ? h : 0, sequence.tma_key_batch(tensor.stride_b ? b : 0),
                        pipeline.full(base, stage));
         };
         const auto load_KV = [&](int begin, int end) {
@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
             mbarrier_wait(EmptyQ::at(base, consumer), work_tiles % 2 ^ 1);
             tile_info(smem, consumer, work_tiles % 2) = work_tile;
-            Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.query_box(work_tile.m0 + 64 * consumer),
-                          Q.stride_h ? work_tile.h : 0, sequence.query_batch(Q.stride_b ? b : 0),
+            Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.tma_query_row(work_tile.m0 + 64 * consumer),
+                          Q.stride_h ? work_tile.h : 0, sequence.tma_query_batch(Q.stride_b ? b : 0),
                           FullQ::at(base, consumer));
         }
         ++work_tiles;

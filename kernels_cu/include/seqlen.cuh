@@ -20,7 +20,7 @@
 
 #include "cu_seqlens.cuh"
 
-#define RAGGED_KEYS (RAGGED && !PAGE_SIZE)  // keys are packed as queries are
+#define RAGGED_KEYS (RAGGED && !PAGE_SIZE)  // keys, as queries, are stored one sequence after the other
 
 #if RAGGED
 __device__ __forceinline__ Offsets query_offsets(const Score& score) {
@@ -45,9 +45,9 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 // Tile number x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged
 // batch.
 template <int ROWS>
-__device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int packed = 1) {
+__device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int qhead_per_khead = 1) {
 #if RAGGED
-    return query_offsets(score).template tile<ROWS>(x, packed);
+    return query_offsets(score).template tile<ROWS>(x, qhead_per_khead);
 #else
     return {b, static_cast<int>(x * ROWS)};
 #endif
@@ -197,11 +197,11 @@ struct SeqlenInfo {
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
     }
-    // TMA coordinates (row, batch entry) of a box that begins at query row i, or key j. The batch coordinate is the row
-    // at which the sequence ends, and the row coordinate is relative to it: rows of the box beyond the end are outside
-    // of the tensor map, so that a load fills them with zeros and a store skips them (tma_load in tma.cuh).
-    __device__ __forceinline__ int query_box(int i) const { return i - Sq; }
-    __device__ __forceinline__ int query_batch(int) const { return first_query + Sq; }
+    // TMA coordinates s and b of a box that begins at query row i, or key j. Here b is the row at which the sequence
+    // ends, and s is relative to it: rows of the box beyond the end are outside of the tensor map, so that a load fills
+    // them with zeros and a store skips them (TensorMap in tma.cuh).
+    __device__ __forceinline__ int tma_query_row(int i) const { return i - Sq; }
+    __device__ __forceinline__ int tma_query_batch(int) const { return first_query + Sq; }
 #else
     template <class T>
     __device__ __forceinline__ T* query(const View<T>& tensor, int h, long long i) const {
@@ -218,8 +218,8 @@ struct SeqlenInfo {
     __device__ __forceinline__ long long first_tile(int H, int h) const {
         return (static_cast<long long>(b) * H + h) * query_tiles<ROWS>(score);
     }
-    __device__ __forceinline__ int query_box(int i) const { return i; }
-    __device__ __forceinline__ int query_batch(int b) const { return b; }
+    __device__ __forceinline__ int tma_query_row(int i) const { return i; }
+    __device__ __forceinline__ int tma_query_batch(int b) const { return b; }
 #endif
 
     // ---- keys: the address of key j in head h of a tensor, also as a KeyAddress; all rows of the head; a view whose
@@ -237,10 +237,10 @@ struct SeqlenInfo {
         const KeyAddress address = key_address(static_cast<int>(j));
         return tensor.row(address.entry, h, address.row);
     }
-    // TMA coordinates (row, batch entry) of a box of ROWS keys from key j on, which are in one page. They are those of
-    // a ragged batch (query_box below), with the rows of all pages as rows: keys from Sk on are outside of the map.
+    // TMA coordinates (s, b) of a box of ROWS keys from key j on, which are in one page. They are those of
+    // a ragged batch (tma_query_row above), with the rows of all pages as rows: keys from Sk on are outside of the map.
     template <int ROWS>
-    __device__ __forceinline__ int2 page_box(int j) const {
+    __device__ __forceinline__ int2 tma_page_coords(int j) const {
         if (j >= Sk) return {0, 0};
         const KeyAddress address = key_address(j);
         const int keys = min(Sk - j, ROWS);
@@ -278,11 +278,11 @@ struct SeqlenInfo {
     __device__ __forceinline__ void offset_keys(View<T>&... tensors) const {
         ((tensors.data += first_key * tensors.stride_s, tensors.stride_b = 0), ...);
     }
-    __device__ __forceinline__ int key_box(int j) const { return j - Sk; }
-    __device__ __forceinline__ int key_batch(int) const { return first_key + Sk; }
+    __device__ __forceinline__ int tma_key_row(int j) const { return j - Sk; }
+    __device__ __forceinline__ int tma_key_batch(int) const { return first_key + Sk; }
     // The same for dK and dV, where rows beyond key_lengths are written, too.
-    __device__ __forceinline__ int key_row_box(int j) const { return j - all_keys; }
-    __device__ __forceinline__ int key_row_batch(int) const { return first_key + all_keys; }
+    __device__ __forceinline__ int tma_dKV_row(int j) const { return j - all_keys; }
+    __device__ __forceinline__ int tma_dKV_batch(int) const { return first_key + all_keys; }
 #else
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
@@ -292,10 +292,10 @@ struct SeqlenInfo {
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class... T>
     __device__ __forceinline__ void offset_keys(View<T>&...) const {}
-    __device__ __forceinline__ int key_box(int j) const { return j; }
-    __device__ __forceinline__ int key_batch(int b) const { return b; }
-    __device__ __forceinline__ int key_row_box(int j) const { return j; }
-    __device__ __forceinline__ int key_row_batch(int b) const { return b; }
+    __device__ __forceinline__ int tma_key_row(int j) const { return j; }
+    __device__ __forceinline__ int tma_key_batch(int b) const { return b; }
+    __device__ __forceinline__ int tma_dKV_row(int j) const { return j; }
+    __device__ __forceinline__ int tma_dKV_batch(int b) const { return b; }
 #endif
     template <class T>
     __device__ __forceinline__ KeyRows<T> rows_of_keys(const View<T>& tensor, int h) const {

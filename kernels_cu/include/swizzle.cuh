@@ -46,13 +46,13 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads rows of packed rows (tma_load_packed) to `tile`, which begins at a row that is a multiple of 8. The barrier
-    // must already expect the bytes of all rows.
-    static __device__ __forceinline__ void load_packed(SmemAddr tile, const TensorMap& map, int s, int h, int b,
-                                                       SmemAddr barrier) {
+    // Loads ROWS rows through a map of five dimensions (tma.cuh) to `tile`, which begins at a row that is a multiple of
+    // 8. The barrier must already expect the bytes of all rows.
+    static __device__ __forceinline__ void load_5d(SmemAddr tile, const TensorMap& map, int s, int h, int b,
+                                                   SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            tma_load_packed(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
+            tma_load_5d(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
     // Loads a tile that begins at a column. The barrier must already expect its bytes (`more` of an
     // earlier load).

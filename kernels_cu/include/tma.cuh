@@ -66,31 +66,38 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // ---- tensor maps
 
 // A tensor map, encoded by cuTensorMapEncodeTiled: a (B, H, S, D) tensor, and the box that one copy moves. A kernel
-// parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py. Ragged batch:
-// coordinate b is the row at which the sequence ends, and s = -1, -2, ... counts backwards from it. Their sum is the
-// address, but only s is checked against a bound, so rows beyond the sequence are out of bounds. Coordinates must not
-// be negative: RAGGED_ROWS is added to s, and the coordinate of a fifth dimension subtracts it.
+// parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py.
+//
+// In a ragged batch, and for keys in pages, the map has five dimensions. The row of the tensor is end + s: coordinate b
+// is the row `end` at which the sequence (or the keys of a page) ends, and s = -1, -2, ... counts backwards from it.
+// Rows from s = 0 on are out of bounds, as only dimension 1 has that bound. Coordinates must not be negative:
+//
+//   dimension     0        1                    2           3           4
+//   coordinate    d        s + RAGGED_OFFSET    h           end         RAGGED_OFFSET
+//   size          D        RAGGED_OFFSET        heads       rows + 1    RAGGED_OFFSET + 1
+//   stride        1        stride_s             stride_h    stride_s    2^34 - stride_s
+//
+// (strides in bytes). Dimension 4 subtracts RAGGED_OFFSET * stride_s: 2^34 * RAGGED_OFFSET is 0 modulo 2^64.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
 static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
-constexpr int RAGGED_ROWS = 1 << 30;
+constexpr int RAGGED_OFFSET = 1 << 30;
 
 // Loads the box at column d, row s of head (b, h); elements out of bounds become zeros. The bytes of the box count
-// towards the barrier's transactions when they have arrived.
-// tma_load_packed: from packed rows, with coordinates as in a ragged batch.
-__device__ __forceinline__ void tma_load_packed(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
-                                                SmemAddr barrier) {
+// towards the barrier's transactions when they have arrived. tma_load_5d: from a map of five dimensions.
+__device__ __forceinline__ void tma_load_5d(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
+                                            SmemAddr barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS)
+        "l"(&map), "r"(barrier), "r"(d), "r"(s + RAGGED_OFFSET), "r"(h), "r"(b), "r"(RAGGED_OFFSET)
         : "memory");
 }
 __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
                                          SmemAddr barrier) {
 #if RAGGED
-    tma_load_packed(to, map, d, s, h, b, barrier);
+    tma_load_5d(to, map, d, s, h, b, barrier);
 #else
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -104,7 +111,7 @@ __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int 
 __device__ __forceinline__ void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from) {
 #if RAGGED
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
-                 "r"(from), "r"(d), "r"(s + RAGGED_ROWS), "r"(h), "r"(b), "r"(RAGGED_ROWS)
+                 "r"(from), "r"(d), "r"(s + RAGGED_OFFSET), "r"(h), "r"(b), "r"(RAGGED_OFFSET)
                  : "memory");
 #else
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

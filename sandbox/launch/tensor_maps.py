@@ -25,7 +25,7 @@ class Tensor(Protocol):
 
 
 _BOX_BYTES = 128  # bytes of a box row: the width of the swizzle
-RAGGED_ROWS = 2**30  # include/tma.cuh
+RAGGED_OFFSET = 2**30  # include/tma.cuh
 
 
 class TensorMap(ctypes.Structure):
@@ -147,12 +147,12 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
     """The map of a tensor of the problem, with boxes of `rows` rows.
 
     In a ragged batch, a box must end where its sequence ends, but a map has one number of rows for all sequences.
-    Therefore the row dimension has RAGGED_ROWS rows, and each sequence occupies its end: row i of a sequence of n rows
-    has index RAGGED_ROWS - n + i. The hardware neither reads nor writes beyond the last row. The batch dimension is
-    replaced by the tensor row at which the sequence ends, with the row stride. A fifth dimension, with the constant
-    index RAGGED_ROWS, subtracts the additional RAGGED_ROWS row strides: addresses are sums modulo 2^64, and
-    2^34 * RAGGED_ROWS is 0. The map starts at the tensor's address, because copies from a map that starts outside of an
-    allocation fault. (Triton's ragged descriptors use the same idea.)
+    Therefore the row dimension has RAGGED_OFFSET rows, and each sequence occupies its end: row i of a sequence of n
+    rows has index RAGGED_OFFSET - n + i. The hardware neither reads nor writes beyond the last row. The batch dimension
+    is replaced by the tensor row at which the sequence ends, with the row stride. A fifth dimension, with the constant
+    index RAGGED_OFFSET, subtracts the additional RAGGED_OFFSET row strides: addresses are sums modulo 2^64, and
+    2^34 * RAGGED_OFFSET is 0. The map starts at the tensor's address, because copies from a map that starts outside of
+    an allocation fault. (Triton's ragged descriptors use the same idea.)
 
     Keys in pages are the rows of all pages, one after the other. A box is in one page, and must end where the keys of
     its batch entry end. Latent keys have the plain map of (pages, Hk, page_size, D).
@@ -170,7 +170,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
         rows = math.gcd(rows, p.page_size)
     if there := p.pages * p.page_size if in_pages else p.ragged and p.rows[of_keys]:
         stride[0] = stride[0] if there > 1 else _BOX_BYTES
-        size = [width, RAGGED_ROWS, heads, there + 1, RAGGED_ROWS + 1]
+        size = [width, RAGGED_OFFSET, heads, there + 1, RAGGED_OFFSET + 1]
         stride = [*stride[:2], stride[0], 2**34 - stride[0]]
     for i, dimension in enumerate(("S", "H", "B")):
         if size[i + 1] == 1 or (i and not stride[i]):  # broadcast: the kernel always uses index 0

@@ -26,16 +26,15 @@ inline void fence_proxy_async() { cpu::sandbox_fence_proxy_async(); }
 struct alignas(64) TensorMap : cpu::TensorMap {};
 static_assert(sizeof(TensorMap) == 128, "TensorMap differs from sandbox/launch/tensor_maps.py");
 
-constexpr int RAGGED_ROWS = 1 << 30;
+constexpr int RAGGED_OFFSET = 1 << 30;
 #if RAGGED
-constexpr int OWN_ROWS = RAGGED_ROWS;
+constexpr int OWN_ROWS = RAGGED_OFFSET;
 #else
 constexpr int OWN_ROWS = 0;
 #endif
 
-inline void tma_load_packed(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier,
-                            SANDBOX_SITE) {
-    const int at[cpu::MAP_RANK] = {d, s + RAGGED_ROWS, h, b, RAGGED_ROWS};
+inline void tma_load_5d(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
+    const int at[cpu::MAP_RANK] = {d, s + RAGGED_OFFSET, h, b, RAGGED_OFFSET};
     cpu::sandbox_tma_load(to, &map, at, barrier, site);
 }
 inline void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
