@@ -43,7 +43,7 @@ constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
 __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
     unsigned pipe_index = 0;  // index in the pipelines of the work tile's first key tile
     TileLists lists(smem + TILE_LISTS_AT);
-    Scheduler::Consumer scheduler(smem);
+    Scheduler::Reader scheduler(smem);
 #pragma unroll 1
     while (scheduler.next(/*release_now=*/!SCHEDULE_LATE)) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
 // The thread that loads Q of all work tiles, 64 rows for each consumer.
 __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
     const SmemAddr base = smem_address(smem);
-    Scheduler::Consumer scheduler(smem);
+    Scheduler::Reader scheduler(smem);
 #pragma unroll 1
     while (scheduler.next()) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
@@ -76,9 +76,9 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
 // The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each. publish_all
 // chooses the order of the work tiles.
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
-    Scheduler::SchedulerProducer producer{smem};
+    Scheduler::Writer work_tiles{smem};
     TileLists lists(smem + TILE_LISTS_AT);
-    producer.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
+    work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
             if (!Head::MAPPED) return;
             const WorkTileRange work_tile(tile, args.score);

@@ -80,7 +80,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 
 // Named barriers; 0 is __syncthreads. A turn has 256 threads: the consumer that waits, and the one before it.
 __device__ __forceinline__ unsigned consumer_barrier(unsigned consumer) { return 1 + consumer; }  // of its 128 threads
-__device__ __forceinline__ unsigned scheduler_barrier(unsigned consumer) { return 4 + consumer; }
+__device__ __forceinline__ unsigned warp_scheduler_barrier(unsigned consumer) { return 4 + consumer; }
 constexpr unsigned TURN_THREADS = 2 * 128;
 
 __device__ __forceinline__ TileInfo& tile_info(char* smem, unsigned consumer, unsigned parity) {
@@ -109,7 +109,7 @@ struct ConsumerWarpgroup {
 
     const Arguments& args;
     const SmemAddr base;
-    const unsigned warp, lane, consumer, own_turn, next_turn;  // turns: see scheduler_barrier
+    const unsigned warp, lane, consumer, own_turn, next_turn;  // turns: see warp_scheduler_barrier
     const unsigned pipe_index;  // key tiles of earlier work tiles; the highest bit is the phase of Q's barriers
     const WorkTileRange work_tile;
     const int m0, first_row;  // of the warpgroup, of the warp
@@ -121,11 +121,11 @@ struct ConsumerWarpgroup {
 
     __device__ __forceinline__ ConsumerWarpgroup(const Arguments& args, SmemAddr base, unsigned warp, unsigned lane,
                                                  unsigned pipe_index, const TileInfo& info)
-        : args(args), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1), own_turn(scheduler_barrier(consumer)),
-          next_turn(scheduler_barrier((consumer + 1) % CONSUMERS)), pipe_index(pipe_index),
-          work_tile(uniform(info), args.score), m0(work_tile.m0 + 64 * consumer), first_row(m0 + warp % 4 * 16),
-          head(args.score, work_tile.b, work_tile.h), scale_log2(head.unit * Head::LOG2E),
-          own(STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64)),
+        : args(args), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1),
+          own_turn(warp_scheduler_barrier(consumer)), next_turn(warp_scheduler_barrier((consumer + 1) % CONSUMERS)),
+          pipe_index(pipe_index), work_tile(uniform(info), args.score), m0(work_tile.m0 + 64 * consumer),
+          first_row(m0 + warp % 4 * 16), head(args.score, work_tile.b, work_tile.h),
+          scale_log2(head.unit * Head::LOG2E), own(STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64)),
           tiles(has_rows() ? own.end - own.begin : 0), first_own(first_own_tile(work_tile, own, tiles)),
           last(first_own + tiles - 1), fully_visible(head.fully_visible_keys(first_row, first_row + 16)) {}
 
@@ -303,7 +303,7 @@ __device__ __forceinline__ void consume(char* smem, SmemAddr base, unsigned warp
     const unsigned consumer = warp / 4 - 1;
     unsigned pipe_index = 0;  // see ConsumerWarpgroup
     if (PING_PONG && consumer == CONSUMERS - 1)
-        named_barrier_arrive(scheduler_barrier(0), TURN_THREADS);  // consumer 0 starts
+        named_barrier_arrive(warp_scheduler_barrier(0), TURN_THREADS);  // consumer 0 starts
 
 #pragma unroll 1
     for (;;) {

@@ -77,7 +77,7 @@ __device__ __forceinline__ void for_each_tile(const char* smem, const Arguments&
             call(WorkTile(tile * BLOCK_M, head, args.H));
         });
     } else {
-        Scheduler::Consumer scheduler(smem);
+        Scheduler::Reader scheduler(smem);
 #pragma unroll 1
         while (scheduler.next()) call(scheduler.tile);
     }
@@ -328,8 +328,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void hopper_ladder(
         } else if (warp == 1 && elect()) {
             load_Q(smem, args);
         } else if (SCHEDULE == 3 && warp == 2) {
-            Scheduler::SchedulerProducer producer{smem};
-            producer.publish_all<false>(score, heads, H, group, nullptr, [](const WorkTile&) {});
+            Scheduler::Writer work_tiles{smem};
+            work_tiles.publish_all<false>(score, heads, H, group, nullptr, [](const WorkTile&) {});
         }
     } else {
         if constexpr (CONSUMERS > 1) setmaxnreg_inc<CONSUMERS == 2 ? 232 : 160>();

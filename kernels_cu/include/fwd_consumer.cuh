@@ -15,7 +15,7 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
     const bool store_lane;
     unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
     int tiles_to_skip = 0;         // STAGGERED: last tiles of the previous work tile, which only other consumers see
-    Scheduler::Consumer scheduler;
+    Scheduler::Reader scheduler;
     bool more = false;  // scheduler.tile is valid
     __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
         : smem(smem), lane(lane), scale_log2(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),

@@ -5,19 +5,21 @@
 #include "n_block_range.cuh"
 
 // Named barriers: 1 .. CONSUMERS synchronise the 128 threads of one consumer; the next CONSUMERS are the warp scheduler
-// barriers. A turn has 256 threads: the consumer that waits, and the one before it, which arrives.
-constexpr unsigned CONSUMER_BARRIER = 1, SCHEDULER_BARRIER = CONSUMER_BARRIER + CONSUMERS, TURN_THREADS = 2 * 128;
+// barriers (FlashAttention-3's name; the tile scheduler does not use them). A turn has 256 threads: the consumer that
+// waits, and the one before it, which arrives.
+constexpr unsigned CONSUMER_BARRIER = 1, WARP_SCHEDULER_BARRIER = CONSUMER_BARRIER + CONSUMERS, TURN_THREADS = 2 * 128;
 
 // The last consumer passes the first turn to the first one. Called once per block, by all consumers.
 __device__ __forceinline__ void start_ping_pong(unsigned consumer) {
-    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(SCHEDULER_BARRIER, TURN_THREADS);
+    if (CONSUMERS > 1 && consumer == CONSUMERS - 1) named_barrier_arrive(WARP_SCHEDULER_BARRIER, TURN_THREADS);
 }
 struct WarpSchedulerBarrier {
-    const unsigned own, next;  // of the consumer whose turn it is, and of the one after it
+    const unsigned this_consumer, next_consumer;  // their warp scheduler barriers
     __device__ __forceinline__ explicit WarpSchedulerBarrier(unsigned consumer)
-        : own(SCHEDULER_BARRIER + consumer), next(SCHEDULER_BARRIER + (consumer + 1) % CONSUMERS) {}
-    __device__ __forceinline__ void wait() const { named_barrier_sync(own, TURN_THREADS); }
-    __device__ __forceinline__ void pass() const { named_barrier_arrive(next, TURN_THREADS); }
+        : this_consumer(WARP_SCHEDULER_BARRIER + consumer),
+          next_consumer(WARP_SCHEDULER_BARRIER + (consumer + 1) % CONSUMERS) {}
+    __device__ __forceinline__ void wait() const { named_barrier_sync(this_consumer, TURN_THREADS); }
+    __device__ __forceinline__ void pass() const { named_barrier_arrive(next_consumer, TURN_THREADS); }
 };
 
 // The consumers take turns for key tiles j < ping_pong_end:

@@ -82,8 +82,8 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 // and an empty mbarrier.
 //
 //   using Scheduler = SchedulerPipeline<AT>;
-//   Scheduler::SchedulerProducer producer{smem};     scheduler warp:   producer.publish_all(...)
-//   Scheduler::Consumer scheduler(smem);             other warps:      while (scheduler.next()) ... scheduler.tile ...
+//   Scheduler::Writer work_tiles{smem};    scheduler warp:   work_tiles.publish_all(...)
+//   Scheduler::Reader scheduler(smem);     other warps:      while (scheduler.next()) ... scheduler.tile ...
 template <unsigned AT>
 struct SchedulerPipeline : Pipeline<AT, 1> {
     using Pipeline<AT, 1>::full, Pipeline<AT, 1>::empty;
@@ -96,7 +96,7 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
         mbarrier_init(empty(base, 0), count);
     }
 
-    struct SchedulerProducer {
+    struct Writer {
         char* const smem;
         unsigned count = 0;
         // Waits until all consumers have released the previous work tile, then writes the next one.
@@ -109,8 +109,8 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
         // first tile has number blockIdx.x; the numbers of the others are drawn from `tile_counter` when the consumers
         // have released the previous tile, or, after a short tile, before that (`prefetch`).
         template <class F>
-        __device__ __forceinline__ void produce_all(const LongestFirst<QueryTiles>& order, unsigned heads,
-                                                    unsigned group, unsigned* tile_counter, F f) {
+        __device__ __forceinline__ void publish_dynamic(const LongestFirst<QueryTiles>& order, unsigned heads,
+                                                        unsigned group, unsigned* tile_counter, F f) {
             const bool leader = threadIdx.x % 32 == 0;
             bool prefetch = true;
 #pragma unroll 1
@@ -139,9 +139,9 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
         __device__ __forceinline__ void publish_all(const Score& score, unsigned heads, unsigned H, unsigned group,
                                                     unsigned* tile_counter, F f) {
 #if RAGGED
-            produce_all(LongestFirst<QueryTiles>(score), heads, group, tile_counter, f);
+            publish_dynamic(LongestFirst<QueryTiles>(score), heads, group, tile_counter, f);
 #elif BLOCK_MAP
-            produce_all(LongestFirst<QueryTiles>(score, H), heads, group, tile_counter, f);
+            publish_dynamic(LongestFirst<QueryTiles>(score, H), heads, group, tile_counter, f);
 #else
             if (!elect()) return;
             const unsigned tiles = query_tiles<BLOCK_M>(score);
@@ -160,11 +160,11 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
         }
     };
 
-    struct Consumer {
+    struct Reader {
         const char* const smem;
         unsigned count = 0;
         WorkTile tile;
-        __device__ __forceinline__ explicit Consumer(const char* smem) : smem(smem) {}
+        __device__ __forceinline__ explicit Reader(const char* smem) : smem(smem) {}
         // Waits for the next work tile; false if there is none. Releases the stage, unless the caller does so later.
         __device__ __forceinline__ bool next(bool release_now = true) {
             const SmemAddr base = smem_address(smem);
