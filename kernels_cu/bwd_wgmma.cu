@@ -339,7 +339,8 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     const unsigned number = blockIdx.x * 8 + threadIdx.x / 32;
     const int heads = work_tile_heads(Hk, group);
     if (number >= key_offsets(score).tiles<BLOCK_N>() * heads) return;
-    const WorkTile work_tile = LongestFirst<KeyTiles>(score).work_tile(number, heads, query_heads_per_work_tile(group));
+    const WorkTile work_tile =
+        LongestFirst<KeyTileOrder>(score).work_tile(number, heads, query_heads_per_work_tile(group));
     if (threadIdx.x % 32 == 0) reinterpret_cast<WorkTile*>(work_tiles)[number] = work_tile;
 #endif
 }

@@ -1,6 +1,6 @@
-// The longest-first order of work tiles (LPT), for ragged batches and for block maps. Persistent blocks draw tile
-// numbers from a counter in global memory (dynamic scheduler): sequence lengths, and the number of visible key tiles,
-// are not known when the kernel is launched.
+// Dynamic orders of work tiles: longest first (LPT) for ragged batches, and the order of a causal mask with a block
+// map. Persistent blocks draw tile indices from a counter in global memory (FlashAttention-3: tile_count_semaphore):
+// sequence lengths, and the number of visible key tiles, are not known when the kernel is launched.
 //
 // Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
 // batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by
@@ -37,22 +37,22 @@ constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * siz
 
 // First key (or query) of a length bucket. FIRST_BUCKET_HALVED: the first Tiles::BUCKET keys are two buckets, 0 and 1,
 // because they would contain several tiles of a sequence. The shortest tiles then run last and balance the blocks (16 x
-// 512: +3%, KeyTiles +0.5%). LongestFirst treats the two as one if no sequence is longer (32 x 256: -4% otherwise).
+// 512: +3%, KeyTileOrder +0.5%). LongestFirst treats the two as one if no sequence is longer (32 x 256: -4% otherwise).
 template <class Tiles>
 __device__ __forceinline__ int bucket_begin(int bucket) {
     if (!Tiles::FIRST_BUCKET_HALVED) return bucket * Tiles::BUCKET;
     return bucket > 1 ? (bucket - 1) * Tiles::BUCKET : bucket * Tiles::BUCKET / 2;
 }
 
-struct QueryTiles {  // the query tiles of one sequence and head, sorted by the number of keys they see
+struct QueryTileOrder {  // the query tiles of one sequence and head, sorted by the number of keys they see
     static constexpr int ROWS = BLOCK_M, BUCKET = 2 * BLOCK_N;  // keys
     int tiles, Sk, diagonal;
-    __device__ __forceinline__ QueryTiles(const Score& score, const SeqlenOffsets& own)
+    __device__ __forceinline__ QueryTileOrder(const Score& score, const SeqlenOffsets& own)
         : tiles((own.Sq + BLOCK_M - 1) / BLOCK_M), Sk(own.Sk), diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     // Number of tiles that see a key in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
     __device__ __forceinline__ int tiles_reaching(int bucket) const {
-        const int key = bucket_begin<QueryTiles>(bucket);
+        const int key = bucket_begin<QueryTileOrder>(bucket);
         const int masked_tiles = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
         return bucket < 0 ? tiles : Sk <= key ? 0 : max(tiles - masked_tiles, 0);
     }
@@ -73,16 +73,16 @@ struct QueryTiles {  // the query tiles of one sequence and head, sorted by the 
     }
 };
 
-struct KeyTiles {  // the key tiles of one sequence and head, sorted by the number of queries that see them
+struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the number of queries that see them
     static constexpr int ROWS = BLOCK_N, BUCKET = 4 * BLOCK_M;  // queries
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     int tiles, Sq, Sk, diagonal;
-    __device__ __forceinline__ KeyTiles(const Score& score, const SeqlenOffsets& own)
+    __device__ __forceinline__ KeyTileOrder(const Score& score, const SeqlenOffsets& own)
         : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
           diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
     // Number of tiles that a query in bucket `bucket` or later sees; these are the first ones. Bucket -1: all tiles.
     __device__ __forceinline__ int tiles_reaching(int bucket) const {
-        const int rows = bucket_begin<KeyTiles>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
+        const int rows = bucket_begin<KeyTileOrder>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return bucket < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
     }
     __device__ __forceinline__ int first(int reaching_next, int) const { return reaching_next; }
@@ -180,8 +180,8 @@ struct LongestFirst {
         return Tiles::is_short(score, work_tile);
     }
 
-    // The number-th work tile of all heads, invalid if there are fewer. `heads` are query heads (QueryTiles) or
-    // key/value heads (KeyTiles; with SPLIT_GROUP query heads); `group` is H / Hk, or with SPLIT_GROUP 1. All lanes of
+    // The number-th work tile of all heads, invalid if there are fewer. `heads` are query heads (QueryTileOrder) or
+    // key/value heads (KeyTileOrder; with SPLIT_GROUP query heads); `group` is H / Hk, or with SPLIT_GROUP 1. All lanes of
     // the warp call it.
     __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned group) const {
         const unsigned all = count(-1);
@@ -197,19 +197,21 @@ struct LongestFirst {
     }
 };
 #elif BLOCK_MAP
-struct QueryTiles;
-template <class Tiles>
-struct LongestFirst {  // block map: ordered by the causal mask alone; in L2 head groups, as for_each_work_tile
-    const unsigned tiles, H;
-    __device__ __forceinline__ LongestFirst(const Score& score, unsigned H)
-        : tiles(query_tiles<BLOCK_M>(score)), H(H) {}
+// The order with a block map: by the causal mask alone, in L2 head groups, as for_each_work_tile. How many key tiles
+// the map leaves is not known when the order is chosen.
+struct CausalOrder {
+    const unsigned m_blocks, H;
+    __device__ __forceinline__ CausalOrder(const Score& score, unsigned H)
+        : m_blocks(query_tiles<BLOCK_M>(score)), H(H) {}
+    // Whether the next work tile is drawn at once.
     __device__ __forceinline__ bool is_short(const WorkTile&) const { return false; }  // not known without the map
-    __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned) const {
-        if (number >= tiles * heads) return {};
-        const unsigned head_group = CAUSAL ? max(2 * gridDim.x / tiles, 1) : 1;
-        const unsigned first = number / (head_group * tiles) * head_group;
-        const unsigned width = min(head_group, heads - first), i = number - first * tiles;
-        return {(tiles - 1 - i / width) * BLOCK_M, first + i % width, H};
+    // The work tile with index tile_index of the order, invalid if there are fewer.
+    __device__ __forceinline__ WorkTile work_tile(unsigned tile_index, unsigned batch_heads, unsigned) const {
+        if (tile_index >= m_blocks * batch_heads) return {};
+        const unsigned head_group = CAUSAL ? max(2 * gridDim.x / m_blocks, 1) : 1;
+        const unsigned first = tile_index / (head_group * m_blocks) * head_group;
+        const unsigned width = min(head_group, batch_heads - first), i = tile_index - first * m_blocks;
+        return {(m_blocks - 1 - i / width) * BLOCK_M, first + i % width, H};
     }
 };
 #endif

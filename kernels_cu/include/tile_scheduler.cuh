@@ -2,10 +2,15 @@
 // head (forward), or BLOCK_N key rows of one head (backward). This header has the forward's; those of the backward are
 // BwdWorkTile in tile_scheduler_bwd.cuh (bwd_wgmma) and work_tile_of in tile_scheduler_bwd_persistent.cuh.
 //
-//   for_each_work_tile, for_each_window_work_tile   static persistent scheduler of dense batches
-//   LongestFirst<QueryTiles or KeyTiles>            longest_first.cuh: ragged batches and block maps
+//   for_each_work_tile, for_each_window_work_tile   static order (FlashAttention-3: StaticPersistentTileScheduler)
+//   LongestFirst, CausalOrder                       longest_first.cuh: dynamic orders, for ragged batches and block
+//   maps
+//                                                   (DynamicPersistentTileScheduler)
 //   SchedulerPipeline<AT>                           broadcasts the work tile inside a block; its publish_all chooses
 //                                                   one of these orders (forward)
+//
+// Another static order is a function that calls f(m_block, batch head) for each work tile of this block, as
+// for_each_work_tile; another dynamic order is a struct with the functions of CausalOrder. publish_all calls it.
 #pragma once
 #include <hopper.cuh>
 #include "longest_first.cuh"
@@ -19,62 +24,68 @@ __device__ __forceinline__ Range n_block_range(const Head& head, int m0, int m1)
     return {Head::HAS_LEFT_BOUND ? min(keys.begin / BLOCK_N, end) : 0, end};
 }
 
-// Calls f(i) for each i < count that this block processes, in waves of gridDim.x, alternating in direction (serpentine
-// order). With several `heads` (index i belongs to head i % heads), a block processes its two indices of a pair of
-// waves in the order of their heads.
+// Calls f(i) for each i < count that this block processes, in waves of gridDim.x indices. The waves alternate in
+// direction (serpentine order): with x = begin, usually blockIdx.x, wave w has i = w * gridDim.x + x if w is even, and
+// i = (w + 1) * gridDim.x - 1 - x if it is odd. Index i belongs to head i % heads. With several heads, a block
+// processes its two indices of waves 2k and 2k + 1 in the order of their heads.
 template <class F>
 __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsigned heads, F f) {
 #pragma unroll 1
-    for (unsigned first = 0, i = begin; first < count; first += gridDim.x, i = 2 * first - 1 - i) {
-        unsigned own = i;
+    for (unsigned wave_begin = 0, i = begin; wave_begin < count; wave_begin += gridDim.x, i = 2 * wave_begin - 1 - i) {
+        unsigned index = i;
         if (heads > 1) {
-            const bool reversed = first / gridDim.x % 2;
-            const unsigned paired = 2 * (reversed ? first : first + gridDim.x) - 1 - i;
-            const unsigned first_index = reversed ? paired : i, second_index = reversed ? i : paired;
-            if (second_index < count && second_index % heads < first_index % heads) own = paired;
+            const bool reversed = wave_begin / gridDim.x % 2;  // the second wave of the two
+            const unsigned in_other_wave = 2 * (reversed ? wave_begin : wave_begin + gridDim.x) - 1 - i;
+            const unsigned in_even = reversed ? in_other_wave : i, in_odd = reversed ? i : in_other_wave;
+            if (in_odd < count && in_odd % heads < in_even % heads) index = in_other_wave;
         }
-        if (own >= count) continue;
-        f(own);
+        if (index >= count) continue;
+        f(index);
     }
 }
 
-// Calls f(query tile, head) for each work tile of the block, given the number of query tiles per head.
+// Calls f(m_block, batch head) for each work tile of the block, given the number of m_blocks per head.
 //
-// Causal: L2 head groups of two waves each, longest tiles first. In serpentine order, the two tiles of a block have
-// together the same length in every block. Each group starts at another block, and a remainder of heads joins the last
-// group, as far as L2 permits (mean fraction of time in which a block is busy: 0.79 -> 0.95 at B8 H12 S1024 D64). If
-// one head has four waves of tiles or more, no remainder joins: one head balances the blocks, and more cost L2 hits (B1
-// H16 D128, S = 128k: 4%, 512k: 10%). Windows: one group, since most tiles have the same length.
+// Causal: L2 head groups (FlashAttention-3: L2 swizzle) of two waves each, longest tiles first. In serpentine order,
+// the two tiles of a block have together the same length in every block. Each group starts at another block, and a
+// remainder of heads joins the last group, as far as L2 permits (mean fraction of time in which a block is busy: 0.79
+// -> 0.95 at B8 H12 S1024 D64). If one head has four waves of tiles or more, no remainder joins: one head balances the
+// blocks, and more cost L2 hits (B1 H16 D128, S = 128k: 4%, 512k: 10%). Windows: one group, since most tiles have the
+// same length.
 //
-// PAIR_BY_HEAD: a block processes its two tiles of two waves in the order of their heads, so that half of the heads are
-// active at a time. At D = 256, two waves exceed L2: +9% at S = 512, +3% at 1k, +1% at 2k. D = 64, 128: -0.3 ... +0.9%;
-// float8: up to -3%.
-template <bool PAIR_BY_HEAD = false, class F>
-__device__ __forceinline__ void for_each_work_tile(unsigned tiles, unsigned heads, F f) {
+// WAVES_BY_HEAD: a block processes its two tiles of two waves in the order of their heads, so that half of the heads
+// are active at a time. At D = 256, two waves exceed L2: +9% at S = 512, +3% at 1k, +1% at 2k. D = 64, 128: -0.3 ...
+// +0.9%; float8: up to -3%.
+template <bool WAVES_BY_HEAD = false, class F>
+__device__ __forceinline__ void for_each_work_tile(unsigned m_blocks, unsigned batch_heads, F f) {
     constexpr bool HEAD_GROUPS = CAUSAL && !Head::HAS_LEFT_BOUND;
-    const unsigned head_group = HEAD_GROUPS ? max(2 * gridDim.x / tiles, 1) : heads;
-    constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);  // maximum remainder, in heads
-    const unsigned merged_heads = HEAD_GROUPS && tiles >= 4 * gridDim.x ? 0 : max(head_group / 2, L2_HEADS);
-    const unsigned last = head_group + merged_heads;  // the last group has fewer heads than this
+    const unsigned head_group = HEAD_GROUPS ? max(2 * gridDim.x / m_blocks, 1) : batch_heads;
+    // At most so many heads join the last group: K and V of all its heads should stay in L2. Found by measurement.
+    constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);
+    const unsigned joining_heads = HEAD_GROUPS && m_blocks >= 4 * gridDim.x ? 0 : max(head_group / 2, L2_HEADS);
+    const unsigned last_group_limit = head_group + joining_heads;  // the last group has fewer heads than this
 #pragma unroll 1
-    for (unsigned head = 0, size; head < heads; head += size) {
-        size = heads - head < last ? heads - head : head_group;
-        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
-        serpentine(begin, size * tiles, HEAD_GROUPS && PAIR_BY_HEAD ? size : 1,
-                   [&](unsigned i) { CAUSAL ? f(tiles - 1 - i / size, head + i % size) : f(i % tiles, i / tiles); });
+    for (unsigned head = 0, size; head < batch_heads; head += size) {
+        size = batch_heads - head < last_group_limit ? batch_heads - head : head_group;
+        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;  // 17: groups start at other blocks
+        serpentine(begin, size * m_blocks, HEAD_GROUPS && WAVES_BY_HEAD ? size : 1, [&](unsigned i) {
+            CAUSAL ? f(m_blocks - 1 - i / size, head + i % size) : f(i % m_blocks, i / m_blocks);
+        });
     }
 }
 
 // The same for a causal window. First the tiles of full length, head by head, so that neighbouring blocks share keys;
 // then, longest first, the tiles of all heads whose window begins before key 0 (+5% at a window of 1024).
 template <class F>
-__device__ __forceinline__ void for_each_window_work_tile(const Score& score, unsigned tiles, unsigned heads, F f) {
+__device__ __forceinline__ void for_each_window_work_tile(const Score& score, unsigned m_blocks, unsigned batch_heads,
+                                                          F f) {
     const unsigned shortened_rows = max(-Head(score, 0, 0).first_key(0), 0);  // per head
-    const unsigned short_tiles = min((shortened_rows + BLOCK_M - 1) / BLOCK_M, tiles), full_tiles = tiles - short_tiles;
-    serpentine(blockIdx.x, heads * tiles, 1, [&](unsigned i) {
-        const bool is_short = i >= heads * full_tiles;
-        const unsigned j = is_short ? i - heads * full_tiles : i, stride = is_short ? heads : full_tiles;
-        f(is_short ? short_tiles - 1 - j / stride : tiles - 1 - j % stride, is_short ? j % stride : j / stride);
+    const unsigned short_tiles = min((shortened_rows + BLOCK_M - 1) / BLOCK_M, m_blocks);
+    const unsigned full_tiles = m_blocks - short_tiles;
+    serpentine(blockIdx.x, batch_heads * m_blocks, 1, [&](unsigned i) {
+        const bool is_short = i >= batch_heads * full_tiles;
+        const unsigned j = is_short ? i - batch_heads * full_tiles : i, stride = is_short ? batch_heads : full_tiles;
+        f(is_short ? short_tiles - 1 - j / stride : m_blocks - 1 - j % stride, is_short ? j % stride : j / stride);
     });
 }
 
@@ -87,8 +98,8 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 template <unsigned AT>
 struct SchedulerPipeline : Pipeline<AT, 1> {
     using Pipeline<AT, 1>::full, Pipeline<AT, 1>::empty;
-    static constexpr unsigned TILE = Pipeline<AT, 1>::END, END = AT + 48;
-    static_assert(sizeof(WorkTile) <= END - TILE, "a work tile follows the two barriers");
+    static constexpr unsigned TILE = Pipeline<AT, 1>::END, END = TILE + 32;
+    static_assert(sizeof(WorkTile) <= 32, "a work tile follows the two barriers");
 
     // `count`: threads that call next().
     static __device__ __forceinline__ void init_barriers(SmemAddr base, unsigned count) {
@@ -105,17 +116,18 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
             write(work_tile);
         }
 #if RAGGED || BLOCK_MAP
-        // Publishes all work tiles of the block and calls f(work_tile) after each. All lanes of the warp call it. The
-        // first tile has number blockIdx.x; the numbers of the others are drawn from `tile_counter` when the consumers
-        // have released the previous tile, or, after a short tile, before that (`prefetch`).
-        template <class F>
-        __device__ __forceinline__ void publish_dynamic(const LongestFirst<QueryTiles>& order, unsigned heads,
-                                                        unsigned group, unsigned* tile_counter, F f) {
+        // Dynamic scheduler: publishes all work tiles of the block and calls f(work_tile) after each. All lanes of the
+        // warp call it. The first tile has index blockIdx.x in the order; the indices of the others are drawn from
+        // `tile_counter` when all readers have released the previous tile, or, after a short tile, before that
+        // (`prefetch`). The last work tile that is published is invalid.
+        template <class Order, class F>
+        __device__ __forceinline__ void publish_dynamic(const Order& order, unsigned batch_heads, unsigned group,
+                                                        unsigned* tile_counter, F f) {
             const bool leader = threadIdx.x % 32 == 0;
             bool prefetch = true;
 #pragma unroll 1
-            for (unsigned number = blockIdx.x;;) {
-                const WorkTile work_tile = order.work_tile(number, heads, group);
+            for (unsigned tile_index = blockIdx.x;;) {
+                const WorkTile work_tile = order.work_tile(tile_index, batch_heads, group);
                 if (leader) {
                     if (prefetch) acquire();
                     write(work_tile);
@@ -126,29 +138,32 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
                 prefetch = order.is_short(work_tile);
                 if (leader) {
                     if (!prefetch) acquire();
-                    number = atomicAdd(tile_counter, 1u);
+                    tile_index = atomicAdd(tile_counter, 1u);
                 }
-                number = __shfl_sync(0xffffffffu, number, 0) + grid_size_x();
+                tile_index = __shfl_sync(0xffffffffu, tile_index, 0) + grid_size_x();
             }
         }
 #endif
 
-        // Publishes all work tiles of the block, in the order that suits the problem; called by all lanes of the warp.
-        // A dynamic order (ragged, block map) calls f(work_tile) after each. CAUSAL_WINDOW: use the order for windows.
+        // Publishes all work tiles of the block, in the order that suits the problem, and then an invalid one; called
+        // by all lanes of the warp. A dynamic order (ragged, block map) calls f(work_tile) after each. CAUSAL_WINDOW:
+        // use the order for windows. batch_heads: B * H, or H in a ragged batch.
         template <bool CAUSAL_WINDOW, class F>
-        __device__ __forceinline__ void publish_all(const Score& score, unsigned heads, unsigned H, unsigned group,
-                                                    unsigned* tile_counter, F f) {
+        __device__ __forceinline__ void publish_all(const Score& score, unsigned batch_heads, unsigned H,
+                                                    unsigned group, unsigned* tile_counter, F f) {
 #if RAGGED
-            publish_dynamic(LongestFirst<QueryTiles>(score), heads, group, tile_counter, f);
+            publish_dynamic(LongestFirst<QueryTileOrder>(score), batch_heads, group, tile_counter, f);
 #elif BLOCK_MAP
-            publish_dynamic(LongestFirst<QueryTiles>(score, H), heads, group, tile_counter, f);
+            publish_dynamic(CausalOrder(score, H), batch_heads, group, tile_counter, f);
 #else
             if (!elect()) return;
-            const unsigned tiles = query_tiles<BLOCK_M>(score);
-            const auto publish_tile = [&](unsigned tile, unsigned head) { publish(WorkTile(tile * BLOCK_M, head, H)); };
-            if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, tiles, heads, publish_tile);
-            else for_each_work_tile</*PAIR_BY_HEAD=*/true>(tiles, heads, publish_tile);
-            publish(WorkTile());  // invalid: no more work tiles
+            const unsigned m_blocks = query_tiles<BLOCK_M>(score);
+            const auto publish_tile = [&](unsigned m_block, unsigned batch_head) {
+                publish(WorkTile(m_block * BLOCK_M, batch_head, H));
+            };
+            if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, m_blocks, batch_heads, publish_tile);
+            else for_each_work_tile</*WAVES_BY_HEAD=*/true>(m_blocks, batch_heads, publish_tile);
+            publish(WorkTile());
 #endif
         }
 

@@ -306,7 +306,7 @@ def test_every_work_tile_is_scheduled_once_and_long_ones_first(run_cuda: Callabl
 
     numbers = map(ctypes.c_int, (len(found), H, H))
     defines = {"BLOCK_M": M, "BLOCK_N": N, "HEAD_DIM": 64, "CAUSAL": int(bool(causal)), "DTYPE_float16": 1, **macros(p)}
-    defines |= {"TILES": "KeyTiles" if of_keys else "QueryTiles", "STAGES": 2}
+    defines |= {"TILES": "KeyTileOrder" if of_keys else "QueryTileOrder", "STAGES": 2}
     run_cuda(SCHEDULE, "schedule", *offsets, found, *numbers, score, grid=2, defines=defines)
     scheduled = [tuple(map(int, work_tile[:3])) for work_tile in found]
     assert sorted(scheduled[:-2]) == sorted(wanted)
