@@ -11,6 +11,53 @@ constexpr bool TSAN = false;
 constexpr unsigned MAX_FIBERS = 16384;  // a stack and its guard are two mappings, and Linux allows a process 65530
 #endif
 
+#if defined(SANDBOX_TSAN) || defined(SANDBOX_ASAN) || defined(SANDBOX_SHADOW)
+constexpr bool SANITIZED = true;
+#else
+constexpr bool SANITIZED = false;
+#endif
+
+// Stacks of earlier launches, which stay mapped: to map, protect and touch a stack takes longer than most fibers run.
+// Not for a sanitizer's program, which executes one launch: ThreadSanitizer would take the lock as an order of blocks.
+struct UnusedStacks {
+    static constexpr unsigned MOST = SANITIZED ? 0 : 1024;  // a few pages each
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    unsigned count = 0;
+    char* stacks[MOST + 1];
+
+    // The lowest address of a stack and its guard; null if there is no memory.
+    char* take() {
+        if (char* const unused = kept()) return unused;
+        void* const mapped = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (mapped == MAP_FAILED) return nullptr;
+        mprotect(mapped, GUARD_BYTES, PROT_NONE);  // a stack overflow faults
+        return static_cast<char*>(mapped);
+    }
+    void give(char* stack) {
+        if (!keep(stack)) munmap(stack, GUARD_BYTES + STACK_BYTES);
+    }
+
+  private:
+    char* kept() {
+        if (SANITIZED) return nullptr;
+        pthread_mutex_lock(&lock);
+        char* const stack = count ? stacks[--count] : nullptr;
+        pthread_mutex_unlock(&lock);
+        return stack;
+    }
+    bool keep(char* stack) {
+        if (SANITIZED) return false;
+        pthread_mutex_lock(&lock);
+        const bool room = count < MOST;
+        if (room) stacks[count++] = stack;
+        pthread_mutex_unlock(&lock);
+        return room;
+    }
+};
+
+UnusedStacks unused_stacks;
+
 enum class State { ready, at_barrier, in_collective, at_mbarrier, at_named_barrier, for_registers, returned };
 
 struct Copy {  // one pending cp.async

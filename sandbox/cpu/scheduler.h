@@ -61,14 +61,11 @@ Block::Block(const Launch& launch, StoreOrder& stores, const int& failed)
     for (unsigned t = 0; t < threads; ++t) thread_order[t] = warp_order[t] = t;
     for (unsigned t = 0; t < threads; ++t) {
         Fiber& fiber = fibers[t];
-        void* stack = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (stack == MAP_FAILED) {
+        fiber.stack = unused_stacks.take();
+        if (!fiber.stack) {
             fail("no memory for the stacks of %u threads", threads);
             break;
         }
-        mprotect(stack, GUARD_BYTES, PROT_NONE);  // a stack overflow faults
-        fiber.stack = static_cast<char*>(stack);
         fiber.thread_idx = {t % launch.block.x, t / launch.block.x % launch.block.y,
                             t / (launch.block.x * launch.block.y)};
         fiber.block_dim = launch.block;
@@ -87,7 +84,7 @@ Block::Block(const Launch& launch, StoreOrder& stores, const int& failed)
 
 Block::~Block() {
     for (unsigned t = 0; t < threads && fibers[t].stack; ++t) {
-        munmap(fibers[t].stack, GUARD_BYTES + STACK_BYTES);
+        unused_stacks.give(fibers[t].stack);
         if (!TSAN) free(fibers[t].copies);
         if (!TSAN) free(fibers[t].bulk_stores.items);
 #if defined(SANDBOX_TSAN)
@@ -134,7 +131,7 @@ bool Block::run_warp(unsigned first) {
 bool Block::release_collectives(unsigned first, unsigned last) {
     bool any = false;
     for (unsigned t = first; t < last; ++t) {
-        const Fiber fiber = fibers[t];
+        const Fiber& fiber = fibers[t];
         if (fiber.state != State::in_collective) continue;
         const unsigned mask = fiber.mask & fiber.warp_mask;
         bool complete = true;
