@@ -99,7 +99,7 @@ def program(
         raise ToolchainMissing("detection of uninitialised shared memory requires GCC: apt-get install g++")
     instrumented = _SANITIZE[sanitizer]
     # The runtime and main() call the sanitizer's interface; they are not instrumented.
-    text = f'{_runtime_text()}#include "{HERE / "main.cpp"}"\n'
+    text = f'{_runtime_text()}#include <main.cpp>\n'
     plain = (*_OPTIONS, *(option for option in instrumented if option.startswith("-D")))
     objects = _build(compiler, "main.o", HERE / "main.cpp", text, ("-c", *plain))
     runner = _build(
@@ -172,7 +172,7 @@ def searched(source: Path, folders: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 def _runtime_text() -> str:
     portable = "#define SANDBOX_PORTABLE_FIBERS\n" if os.environ.get("SANDBOX_PORTABLE_FIBERS") == "1" else ""
-    return f'{portable}#include "{HERE / "runtime.cpp"}"\n'
+    return f'{portable}#include <runtime.cpp>\n'
 
 
 def _kernel_options(
@@ -194,11 +194,14 @@ def _build(
     compiler: HostCompiler, name: str, source: Path, text: str, options: tuple[str, ...], link: tuple[str, ...] = (),
     folders: Sequence[Path] = (),
 ) -> Built:  # fmt: skip
-    """Compile `text`, which includes `source`, to one cached file `name`."""
+    """Compile `text`, which includes `source`, to one cached file `name`. The runtime is the same file for all copies
+    of the project: its key does not contain their paths."""
+    is_runtime = source.parent == HERE
 
     def inputs() -> list[str | None]:
-        files = [source, CPU_HEADERS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if source.parent == HERE else [])]
-        return [sources.fingerprint(path, searched(source, folders)) for path in files]
+        files = [source, CPU_HEADERS / "cuda_cpu.h", *([HERE / "runtime.cpp"] if is_runtime else [])]
+        base = HERE if is_runtime else None
+        return [sources.fingerprint(path, searched(source, folders), base) for path in files]
 
     parts = {"kind": "cpu", "text": text, "options": options, "link": link, "compiler": compiler.identity}
     fingerprints = inputs()
@@ -209,7 +212,8 @@ def _build(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / name
-        host.run(compiler, (*options, "-x", "c++", "-", "-x", "none", *link, "-o", str(made)), text, source)
+        found_in = (f"-I{HERE}",) if is_runtime else ()
+        host.run(compiler, (*options, *found_in, "-x", "c++", "-", "-x", "none", *link, "-o", str(made)), text, source)
         content = made.read_bytes()
     seconds = time.perf_counter() - start
     line = " ".join((*compiler.command, *options))

@@ -98,15 +98,16 @@ def included_files(source: Path, include_dirs: Sequence[Path]) -> tuple[list[Pat
     return list(found), complete
 
 
-def fingerprint(source: Path, include_dirs: Sequence[Path]) -> str | None:
+def fingerprint(source: Path, include_dirs: Sequence[Path], base: Path | None = None) -> str | None:
     """A digest of the paths of `source` and all included files and of their contents, except the text of comments; None
-    if the list is incomplete."""
+    if the list is incomplete. `base`: paths in this folder are relative to it."""
     files, complete = included_files(source, include_dirs)
     if not complete:
         return None
     digest = hashlib.sha256()
     for path in files:
-        digest.update(os.fsencode(path) + b"\0" + _scan(path)[0])
+        named = path.relative_to(base) if base and path.is_relative_to(base) else path
+        digest.update(os.fsencode(named) + b"\0" + _scan(path)[0])
     return digest.hexdigest()
 
 

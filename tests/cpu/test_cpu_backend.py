@@ -853,6 +853,22 @@ def test_portable_fibers(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None
     assert "returned" in failing(run_cuda, "if (t) return;\n__syncthreads();")
 
 
+def test_copies_of_the_project_share_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "k.cu"
+    source.write_text('extern "C" __global__ void k() {}')
+    build.library(source, ["k"], {})
+    copy = shutil.copytree(build.HERE, tmp_path / "cpu")
+    monkeypatch.setattr(build, "HERE", copy)
+    monkeypatch.setattr(build, "CPU_HEADERS", copy / "include")
+    run, compiled = compiler.run, []
+    monkeypatch.setattr(compiler, "run", lambda *args: (compiled.append(args[3].name), run(*args)))
+    build.library(source, ["k"], {})
+    assert compiled == ["k.cu"]
+    (copy / "launch.h").write_text((copy / "launch.h").read_text() + "namespace { int more; }\n")
+    build.library(source, ["k"], {})
+    assert compiled == ["k.cu", "runtime.cpp", "k.cu"]
+
+
 @on_cpu
 @pytest.mark.parametrize("cxx", ["clang++", f"{sys.executable} -m ziglang c++"], ids=["clang", "zig"])
 def test_other_compilers(run_cuda: Run, cxx: str, monkeypatch: pytest.MonkeyPatch) -> None:
