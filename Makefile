@@ -7,6 +7,9 @@ CUDA_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' ':!experiments'
 MUTATION := .venv/mutation
 PARALLEL := -n auto --maxprocesses 8
 
+# Tests start commands: each would compile all of sandbox/ again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup run quick test test-all coverage mutants lint format clean
 
 help: ## list the targets

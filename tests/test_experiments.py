@@ -28,15 +28,17 @@ def test_a_script_starts(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     pytest.importorskip("torch")
     monkeypatch.setattr(sys, "argv", [str(script), "check" if script.parent.name in CHECKED else "--help"])
     monkeypatch.setattr(sys, "path", [str(script.parent), str(ROOT), *sys.path])
+    status = None
     try:
         with mock.patch.dict(os.environ):
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
-        assert not end.code
+        status = end.code
     finally:
         registry.forget()  # kernels that it added
         for name in [name for name, module in sys.modules.items() if is_of_an_experiment(module)]:
             del sys.modules[name]  # other folders have modules of the same name
+    assert not status
     assert capsys.readouterr().out
 
 

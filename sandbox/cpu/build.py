@@ -99,7 +99,7 @@ def program(
         raise ToolchainMissing("detection of uninitialised shared memory requires GCC: apt-get install g++")
     instrumented = _SANITIZE[sanitizer]
     # The runtime and main() call the sanitizer's interface; they are not instrumented.
-    text = f'{_runtime_text()}#include <main.cpp>\n'
+    text = f"{_runtime_text()}#include <main.cpp>\n"
     plain = (*_OPTIONS, *(option for option in instrumented if option.startswith("-D")))
     objects = _build(compiler, "main.o", HERE / "main.cpp", text, ("-c", *plain))
     runner = _build(
@@ -172,7 +172,7 @@ def searched(source: Path, folders: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 def _runtime_text() -> str:
     portable = "#define SANDBOX_PORTABLE_FIBERS\n" if os.environ.get("SANDBOX_PORTABLE_FIBERS") == "1" else ""
-    return f'{portable}#include <runtime.cpp>\n'
+    return f"{portable}#include <runtime.cpp>\n"
 
 
 def _kernel_options(
