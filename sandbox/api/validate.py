@@ -29,9 +29,8 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
             raise UnsupportedProblem(
                 f"q is on {_name(q.device)} and {argument_name(name, views)} on {_name(view.device)}: copy both to one"
             )
+    _check_dtypes(views)
     for name, view, shape in ((k_name, k, k_shape), (v_name, v, v_shape)):
-        if not _is_dtype_of_keys(view.dtype, q.dtype if view is k else k.dtype, of_values=view is v):
-            raise UnsupportedProblem(f"q is {q.dtype} and {name} is {view.dtype}: convert both to one dtype")
         if view.shape[0] != q.shape[0] and BLOCK_TABLE not in views:
             raise UnsupportedProblem(f"q has shape {q_shape} and {name} {shape}: B must be the same")
     if k.shape[3] != q.shape[3]:
@@ -69,9 +68,15 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     return problem
 
 
-def _is_dtype_of_keys(dtype: str, other: str, of_values: bool) -> bool:
-    """Whether k can have `dtype` beside queries of dtype `other`, or v beside keys of dtype `other` (`of_values`)."""
-    return dtype == other or (dtype in FLOAT8 and other in (FLOAT8 if of_values else OF_16_BITS))
+def _check_dtypes(views: Mapping[str, ArrayView]) -> None:
+    """Raises UnsupportedProblem for a combination of the dtypes of q, k and v that no kernel supports."""
+    q, k, v = (views[name].dtype for name in ("q", "k", "v"))
+    k_name, v_name = (argument_name(name, views) for name in ("k", "v"))
+    if k != q and not (k in FLOAT8 and q in OF_16_BITS):
+        raise UnsupportedProblem(f"q is {q} and {k_name} is {k}: convert both to one dtype")
+    if v != k and not (v in FLOAT8 and k in FLOAT8):
+        both = "float8" if q in FLOAT8 else f"{q}, as q is{', or float8' if q in OF_16_BITS else ''}"
+        raise UnsupportedProblem(f"{k_name} is {k} and {v_name} is {v}: convert both to {both}")
 
 
 def _adjacent_pages(view: ArrayView) -> bool:

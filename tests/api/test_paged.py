@@ -83,7 +83,7 @@ def test_float8_pages_that_make_no_sense() -> None:
     eighth = [x.to(torch.float8_e4m3fn) for x in (k, v)]
     with pytest.raises(UnsupportedProblem, match="k_pages is float8_e4m3: it needs descale"):
         sandbox.attention_paged(q, *eighth, table, lengths)
-    with pytest.raises(UnsupportedProblem, match="q is float16 and v_pages is float8_e4m3: convert both"):
+    with pytest.raises(UnsupportedProblem, match="k_pages is float16 and v_pages is float8_e4m3: convert both to float16, as q"):
         sandbox.attention_paged(q, k, eighth[1], table, lengths, descale=(1, 1, 1))
     with pytest.raises(UnsupportedProblem, match="q is float32 and k_pages is float8_e4m3: convert both"):
         sandbox.attention_paged(q.float(), *eighth, table, lengths, descale=(1, 1, 1))
