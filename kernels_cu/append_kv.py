@@ -68,7 +68,7 @@ def supports(p: Any, arch: Arch | None) -> str | None:
     """The sizes that must agree."""
     rules = (
         (p.ends in (0, p.B + 1), f"cu_seqlens has {p.ends} elements: it must have B + 1, and key_lengths has B={p.B}"),
-        (p.N == 1 if p.ends else p.N == p.B, f"k_new has {p.N} batch entries: it must have B={p.B}, as key_lengths"),
+        (p.N == 1 if p.ends else p.N == p.B, f"k_new and key_lengths have B={p.N} and B={p.B}: they must be the same"),
         (p.tables in (0, p.B), f"block_table has {p.tables} rows: it must have B={p.B}, as key_lengths"),
         (p.tables or p.pages == p.B, f"k_pages has {p.pages} batch entries: without block_table it must have B={p.B}"),
         (not p.tables or p.size, "k_pages has page_size=0: it must be at least 1"),

@@ -75,7 +75,7 @@ def attention_forward(
         opts, arrays = collect("attention_forward", q, causal, scale, options)
     else:
         opts, arrays = plain_options(causal, scale), ()
-    arrays, library = (q, k, v, *arrays), library_of(q)
+    arrays, library = (q, k, v, *arrays), library_of(q, "q")
     if found := known(library, "forward", opts, arrays):
         out, lse = found[0](arrays, found[1])
         return out, lse
@@ -189,6 +189,9 @@ def attention_paged(
     """
     check_keywords("attention_paged", options, PAGED)
     check_dimensions("q", q, "(B, H, Sq, D)" if cu_seqlens_q is None else "(total_q, H, D)")
+    check_dimensions("key_lengths", key_lengths, "(B,)")
+    check_int32("key_lengths", key_lengths)
+    check_dimensions("block_table", block_table, "(B, max_pages)")
     opts, arrays = collect("attention_paged", q, causal, scale, {**options, "key_lengths": key_lengths})
     if cu_seqlens_q is not None:
         check_int32("cu_seqlens_q", cu_seqlens_q)
@@ -242,7 +245,7 @@ def attention_backward(
     if deterministic:
         opts = replace(opts, deterministic=deterministic)
     arrays = dout, q, k, v, out, lse, *more
-    if library_of(dout).intercepts(*arrays):
+    if library_of(dout, "dout").intercepts(*arrays):
         from . import torch_autograd
 
         return torch_autograd.gradients(arrays, opts)
@@ -252,7 +255,7 @@ def attention_backward(
 
 def _attend(arrays: tuple[Any, ...], options: Options, with_lse: bool) -> tuple[Any, Any]:
     """(out, lse) of q, k, v and the arrays that `options.arrays` names; unless `with_lse`, lse may be None."""
-    library = library_of(arrays[0])
+    library = library_of(arrays[0], "q")
     if found := known(library, "forward", options, arrays):
         plan, addresses, requires_grad = found
         if not requires_grad or not library.grad_enabled():

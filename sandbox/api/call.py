@@ -89,8 +89,9 @@ def append_kv(
         check_dimensions(name, x, "(total, Hk, D)" if packed else "(B, Hk, n, D)")
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         check_dimensions(name, x, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
-    check_dimensions("key_lengths", key_lengths, "(B)")
+    check_dimensions("key_lengths", key_lengths, "(B,)")
     check_int32("key_lengths", key_lengths)
+    _check_append_shapes(k_new, v_new, k_pages, v_pages, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
     none = key_lengths[:0]
     if packed:
         check_int32("cu_seqlens", cu_seqlens)
@@ -100,6 +101,25 @@ def append_kv(
         k_pages, v_pages = (x.swapaxes(1, 2) for x in (k_pages, v_pages))
     table, offsets = none.reshape(0, 0) if dense else block_table, cu_seqlens if packed else none
     call(_append_kernel(k_new, k_pages), k_new, v_new, table, key_lengths, offsets, k_pages, v_pages)
+
+
+def _check_append_shapes(k_new: Any, v_new: Any, k_pages: Any, v_pages: Any, layout: str) -> None:
+    """Raises UnsupportedProblem for shapes that differ, before pages of this `layout` and packed rows are transposed:
+    messages give the caller's shapes."""
+    heads = 1 if layout.startswith("(B") else 2
+    for name, new, pages in (("k", k_new, k_pages), ("v", v_new, v_pages)):
+        Hk, D = new.shape[1], new.shape[-1]
+        if (pages.shape[heads], pages.shape[3]) != (Hk, D):
+            raise UnsupportedProblem(
+                f"{name}_pages has shape {tuple(pages.shape)}: it must be {layout} with "
+                f"Hk={Hk} and D={D}, as {name}_new of shape {tuple(new.shape)}"
+            )
+    for k_name, k, v_name, v in (("k_new", k_new, "v_new", v_new), ("k_pages", k_pages, "v_pages", v_pages)):
+        if k.shape[:-1] != v.shape[:-1]:
+            raise UnsupportedProblem(
+                f"{k_name} has shape {tuple(k.shape)} and {v_name} {tuple(v.shape)}: they must be the same, except for "
+                "the last dimension"
+            )
 
 
 def _append_kernel(k_new: Any, k_pages: Any) -> str:

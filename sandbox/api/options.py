@@ -10,7 +10,7 @@ from ..core.errors import SpecError, UnsupportedProblem
 from ..core.normalise import integer, number
 from ..core.options import ARRAYS, OPTIONS
 from ..core.score import Score
-from ..launch.dlpack import library_of
+from ..launch.dlpack import library_of, not_an_array
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -180,15 +180,15 @@ def collect(
 def check_dimensions(name: str, x: Any, layout: str) -> None:
     """Raises UnsupportedProblem unless `x` is an array with as many dimensions as `layout`, such as "(rows, D)"."""
     if not hasattr(x, "dtype"):
-        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
-    if len(x.shape) != layout.count(",") + 1:
+        raise not_an_array(name, x)
+    if len(x.shape) != layout.rstrip(",)").count(",") + 1:
         raise UnsupportedProblem(f"{name} has shape {tuple(x.shape)}: it must be {layout}")
 
 
 def check_int32(name: str, x: Any) -> None:
     """Raises UnsupportedProblem unless `x` is an int32 array."""
     if not hasattr(x, "dtype"):
-        raise UnsupportedProblem(f"{name} is a {type(x).__name__}: pass a NumPy, CuPy or PyTorch array")
+        raise not_an_array(name, x)
     if (dtype := str(x.dtype).rpartition(".")[2]) != "int32":
         raise UnsupportedProblem(f"{name} is {dtype}: it must be int32")
 

@@ -93,10 +93,10 @@ def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, di
     """The library of the arrays, which must be the same for all, and their views."""
     library = library_of(arrays[0])
     for name, array in zip(names, arrays, strict=True):
-        if library_of(array) is not library:
-            other = library_of(array).name
+        other = library_of(array, argument_name(name, names))
+        if other is not library:
             raise UnsupportedProblem(
-                f"{names[0]} is a {library.name} array and {argument_name(name, names)} a {other} array: "
+                f"{names[0]} is a {library.name} array and {argument_name(name, names)} a {other.name} array: "
                 "pass arrays of one library"
             )
     return library, {
@@ -153,7 +153,9 @@ def _plan(
     tensors |= {name: library.view(makers[name]()) for name in results}
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device, [*given, *makers])
     if missing := results.keys() - {*prepared.tensor_names}:
-        raise UnsupportedProblem(f"{kernel.name} does not compute {', '.join(sorted(missing))}: choose another kernel")
+        raise UnsupportedProblem(
+            f"{kernel.name} does not compute {', '.join(sorted(missing))}: omit kernel, or choose another"
+        )
     launch, stream = prepared.launch, library.stream(device[1]) if device != HOST else int  # int() is 0
     allocators = [makers[name] for name in results]
     pointer, size, offsets = library.pointer, *_together([scratch[name] for name in makers if name not in results])
@@ -208,8 +210,10 @@ def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:
     if kernel is not None and not isinstance(kernel, Kernel):
         kernel = registry.get(kernel)
     if kernel is not None and kernel.computes != computes:
+        others = [other.name for other in registry.kernels().values() if other.computes == computes]
         raise UnsupportedProblem(
-            f"{kernel.name} computes the {kernel.computes}, not the {computes}: choose another kernel"
+            f"kernel={kernel.name!r} is not supported for the {computes}: it computes {kernel.operation.name}: omit "
+            f"kernel, or choose one of {', '.join(others)}"
         )
     return kernel
 

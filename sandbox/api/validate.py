@@ -12,7 +12,7 @@ from ..core.normalise import normalise_causal
 from ..core.options import ARRAYS, Sizes
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
-from ..launch.array_view import boxes
+from ..launch.array_view import DTYPE_NAMES, boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
 from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, VALUES, Options
 
@@ -175,7 +175,7 @@ def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
 
 def _check_tensor(name: str, view: ArrayView) -> None:
     if view.dtype not in ITEMSIZE:
-        raise UnsupportedProblem(f"{name} is {view.dtype}: convert to one of {', '.join(ITEMSIZE)}")
+        raise UnsupportedProblem(f"{name} is {view.dtype}: convert to one of {DTYPE_NAMES}")
     if len(view.shape) != 4:
         raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be (B, heads, S, D), four dimensions")
     if view.strides[3] != 1 and view.shape[3] > 1 and 0 not in view.shape:
@@ -232,7 +232,11 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
             continue
         view = views[name]
         if view.shape != shape:
-            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must be {shape}, because of q and v")
+            dims = "(B, H, Sq)" if shape == rows else "(B, H, Sq, Dv)"
+            raise UnsupportedProblem(
+                f"{name} has shape {view.shape}: it must be {dims} = {shape}, as attention_forward returns "
+                f"{name.removeprefix('d')}"
+            )
         if view.dtype != dtype:
             because = "" if shape == rows else f", because q is {p.dtype}"
             raise UnsupportedProblem(f"{name} is {view.dtype}: it must be {dtype}{because}")
@@ -246,6 +250,8 @@ def argument_name(name: str, names: Container[str]) -> str:
     """The name of an array in the public function: the k of a paged batch is k_pages."""
     if name in DESCALE:
         return f"descale of {name[-1]}"
+    if name == BLOCK_MAP:
+        return "the block map of score"
     return f"{name}_pages" if name in ("k", "v") and BLOCK_TABLE in names else name
 
 

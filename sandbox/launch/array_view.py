@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.dtypes import ITEMSIZE
 from ..core.errors import UnsupportedProblem
 from ..core.score import SIZES
 
@@ -110,3 +111,4 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 _ML_DTYPES = {"bfloat16": "bfloat16", "float8_e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
+DTYPE_NAMES = ", ".join(_ML_DTYPES.get(name, name) for name in ITEMSIZE)  # of q, k and v, as array libraries name them

@@ -15,20 +15,41 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import ITEMSIZE
 from ..core.errors import UnsupportedProblem
 from ..core.score import SIZES
-from .array_view import HOST, SEEDS, ArrayView, Device, dense_strides, element_strides, layout, numpy_dtype, permuted
+from .array_view import (
+    DTYPE_NAMES,
+    HOST,
+    SEEDS,
+    ArrayView,
+    Device,
+    dense_strides,
+    element_strides,
+    layout,
+    numpy_dtype,
+    permuted,
+)
 from .capsule import DEVICES, DTYPES, Exported, capsule_of, tensor_in
 from .library import IGNORED_MASK, Library
 
-__all__ = ["HOST", "ArrayView", "Device", "Library", "dense_strides", "layout", "library_of", "numpy_dtype", "view"]
+__all__ = [
+    "HOST",
+    "ArrayView",
+    "Device",
+    "Library",
+    "dense_strides",
+    "layout",
+    "library_of",
+    "not_an_array",
+    "numpy_dtype",
+    "view",
+]
 
 
 def _dtype(name: str, library: str) -> str:
     name = _WORDS.get(name, name)
     if name not in SIZES:
-        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {', '.join(ITEMSIZE)}")
+        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {DTYPE_NAMES}")
     return name
 
 
@@ -309,8 +330,16 @@ _CAPSULE = _Capsule()
 _by_type: dict[type, Library] = {ArrayView: _CAPSULE}
 
 
-def library_of(array: Any) -> Library:
-    """The adapter for `array`. Raises UnsupportedProblem if it is not an array."""
+def not_an_array(name: str, x: Any) -> UnsupportedProblem:
+    """The error for an argument `name`, or "" where it is not known, that is not an array."""
+    kind = "None" if x is None else f"of type {type(x).__name__}"
+    return UnsupportedProblem(
+        f"{name or 'an argument'} is {kind}, not an array: pass a NumPy, CuPy or PyTorch array, or any with __dlpack__"
+    )
+
+
+def library_of(array: Any, name: str = "") -> Library:
+    """The adapter for `array`. Raises UnsupportedProblem, which names the argument `name`, if it is not an array."""
     kind = type(array)
     torch = sys.modules.get("torch")
     if torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter):
@@ -323,11 +352,9 @@ def library_of(array: Any) -> Library:
         if library is None and hasattr(kind, "__dlpack__"):
             library = _CAPSULE
         if library is None or not hasattr(kind, "__dlpack__"):
-            raise UnsupportedProblem(
-                f"{kind.__name__} is not an array: pass NumPy, CuPy or PyTorch arrays, or any array with __dlpack__"
-            )
+            raise not_an_array(name, array)
         if library is _KNOWN["numpy"] and hasattr(kind, "mask"):  # np.ma.MaskedArray and similar classes
-            raise UnsupportedProblem(f"a {kind.__name__} is not supported: {IGNORED_MASK}")
+            raise UnsupportedProblem(f"{name or 'an argument'} is a {kind.__name__}: {IGNORED_MASK}")
         _by_type[kind] = library
     return library
 

@@ -105,6 +105,16 @@ def test_a_step_of_a_server() -> None:
         ({"block_table": np.zeros((2, 4), np.int32)}, UnsupportedProblem, "block_table has 2 rows: it must have B=3"),
         ({"block_table": None}, UnsupportedProblem, "v_new|k_pages"),
         ({"key_lengths": LENGTHS.astype(np.int64)}, UnsupportedProblem, "key_lengths is int64: it must be int32"),
+        (
+            {"k_pages": np.zeros((PAGES, SIZE, Hk + 1, D), np.float16)},
+            UnsupportedProblem,
+            r"k_pages has shape \(14, 8, 3, 40\): it must be \(pages, page_size, Hk, D\) with Hk=2 and D=40, as k_new",
+        ),
+        (
+            {"k_pages": np.zeros((PAGES, SIZE + 1, Hk, D), np.float16)},
+            UnsupportedProblem,
+            r"k_pages has shape \(14, 9, 2, 40\) and v_pages \(14, 8, 2, 24\): they must be the same",
+        ),
         ({"k_pages": np.zeros((PAGES, SIZE, Hk, D), np.float32)}, UnsupportedProblem, "k_pages is float32"),
     ],
 )

@@ -417,7 +417,12 @@ def refused(message: str, *args, error=sandbox.UnsupportedProblem, **options) ->
 def test_refusals_name_the_value_and_the_remedy() -> None:
     """Bad input gets one clear exception, before anything is allocated or launched."""
     q, k, v = arrays(2, 4, 9, 16)
-    refused("q: dtype float64 (NumPy) is not supported: convert to one of", q.astype(np.float64), k, v)
+    refused(
+        "q: dtype float64 (NumPy) is not supported: convert to one of float32, float16, bfloat16, float8_e4m3fn",
+        q.astype(np.float64),
+        k,
+        v,
+    )
     refused("q is float32 and k is float16: convert both", q, k.astype(np.float16), v.astype(np.float16))
     refused("q has shape (4, 9, 16): it must be (B, heads, S, D)", q[0], k, v)
     refused("q has shape (2, 4, 9, 16) and k (1, 4, 9, 16): B must be the same", q, k[:1], v[:1])
@@ -432,7 +437,13 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("q has stride 2 in D: it must be 1", q[..., ::2], k[..., ::2], v[..., ::2])
     refused("q has shape (2, 4, 9, 0): its last dimension must be at least 1", q[..., :0], k[..., :0], v[..., :0])
     refused("q is a NumPy array and k a PyTorch array", q, torch.from_numpy(k), torch.from_numpy(v))
-    refused("str is not an array", "q", k, v)
+    refused("q is of type str, not an array: pass a NumPy, CuPy or PyTorch array", "q", k, v)
+    refused("v is None, not an array", q, k, None)
+    refused("mask is of type list, not an array", q, k, v, mask=[[True]])
+    refused("alibi is of type bool, not an array", q, k, v, alibi=True)
+    refused("key_lengths is of type int, not an array", q, k, v, key_lengths=20)
+    blocks = sandbox.Score(mask="j <= i").with_blocks(3)
+    refused("the block map of score is of type int, not an array", q, k, v, score=blocks)
     refused('backend="tpu" is not known'.replace('"', "'"), q, k, v, backend="tpu")
     refused("causal='upper' is not known: choose False", q, k, v, causal="upper", error=sandbox.SpecError)
     refused("scale=nan must be finite", q, k, v, scale=float("nan"), error=sandbox.SpecError)

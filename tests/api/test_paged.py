@@ -83,7 +83,9 @@ def test_float8_pages_that_make_no_sense() -> None:
     eighth = [x.to(torch.float8_e4m3fn) for x in (k, v)]
     with pytest.raises(UnsupportedProblem, match="k_pages is float8_e4m3: it needs descale"):
         sandbox.attention_paged(q, *eighth, table, lengths)
-    with pytest.raises(UnsupportedProblem, match="k_pages is float16 and v_pages is float8_e4m3: convert both to float16, as q"):
+    with pytest.raises(
+        UnsupportedProblem, match="k_pages is float16 and v_pages is float8_e4m3: convert both to float16, as q"
+    ):
         sandbox.attention_paged(q, k, eighth[1], table, lengths, descale=(1, 1, 1))
     with pytest.raises(UnsupportedProblem, match="q is float32 and k_pages is float8_e4m3: convert both"):
         sandbox.attention_paged(q.float(), *eighth, table, lengths, descale=(1, 1, 1))
@@ -115,7 +117,10 @@ def test_tensors_and_the_compiler() -> None:
         (3, lambda x: np.where(x == x[0, 1], PAGES, x).astype(np.int32), LaunchError, "a page that does not exist"),
         (3, lambda x: x.astype(np.int64), UnsupportedProblem, "block_table is int64: it must be int32"),
         (3, lambda x: x[:2], UnsupportedProblem, r"it must be \(B, max_pages\)"),
+        (3, lambda x: None, UnsupportedProblem, "block_table is None, not an array"),
         (4, lambda x: x[:2], UnsupportedProblem, "key_lengths has shape"),
+        (4, lambda x: None, UnsupportedProblem, "key_lengths is None, not an array"),
+        (4, lambda x: x[None], UnsupportedProblem, r"key_lengths has shape \(1, 3\): it must be \(B,\)"),
         (1, lambda x: x[0], UnsupportedProblem, r"\(pages, page_size, Hk, D\)"),
         (0, lambda x: x.astype(np.float32), UnsupportedProblem, "q is float32 and k_pages is float16"),
     ],

@@ -130,7 +130,7 @@ def test_no_sequences_and_no_rows() -> None:
 def test_tensors_of_four_dimensions_are_another_function() -> None:
     with pytest.raises(UnsupportedProblem, match=r"must be \(rows, heads, D\)"):
         sandbox.attention_varlen(*(x[None] for x in arrays()), OFFSETS)
-    with pytest.raises(UnsupportedProblem, match="cu_seqlens_q is a list"):
+    with pytest.raises(UnsupportedProblem, match="cu_seqlens_q is of type list, not an array"):
         sandbox.attention_varlen(*arrays(), OFFSETS.tolist())
 
 

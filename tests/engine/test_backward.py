@@ -397,18 +397,37 @@ def test_deterministic(adds: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals_name_the_value_and_the_remedy() -> None:
     """As for the forward, and for dout, out and lse that do not match q."""
     dout, q, k, v, out, lse = given = arrays(2, 4, 9, 16)
-    refused("dout has shape (2, 4, 9, 8): it must be (2, 4, 9, 16), because of q", dout[..., :8], q, k, v, out, lse)
+    shape = "(B, H, Sq, Dv) = (2, 4, 9, 16), as attention_forward returns out"
+    refused(f"dout has shape (2, 4, 9, 8): it must be {shape}", dout[..., :8], q, k, v, out, lse)
     refused("out has shape (2, 4, 8, 16): it must be", dout, q, k, v, out[:, :, :8], lse)
-    refused("lse has shape (2, 4, 8): it must be (2, 4, 9)", dout, q, k, v, out, lse[..., :8])
+    refused(
+        "lse has shape (2, 4, 8): it must be (B, H, Sq) = (2, 4, 9), as attention_forward returns lse",
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse[..., :8],
+    )
     refused("out is float16: it must be float32, because q", dout, q, k, v, out.astype(np.float16), lse)
     refused("lse is float16: it must be float32", dout, q, k, v, out, lse.astype(np.float16))
     refused("q is float32 and k is float16", dout, q, k.astype(np.float16), v, out, lse)
     refused("dout is a NumPy array and lse a PyTorch array", dout, q, k, v, out, torch.from_numpy(lse))
     refused("q has stride 2 in D", dout[..., ::2], q[..., ::2], k[..., ::2], v[..., ::2], out[..., ::2], lse)
-    refused("fwd_minimal computes the forward, not the backward", *given, kernel="fwd_minimal")
-    refused("bwd_preprocess computes the preprocess, not the backward", *given, kernel="bwd_preprocess")
+    refused(
+        "kernel='fwd_minimal' is not supported for the backward: it computes forward: omit",
+        *given,
+        kernel="fwd_minimal",
+    )
+    refused(
+        "'bwd_preprocess' is not supported for the backward: it computes preprocess: omit",
+        *given,
+        kernel="bwd_preprocess",
+    )
     refused("bwd_minimal_dq is an entry point of bwd_minimal and cannot run alone: use", *given,
             kernel="bwd_minimal_dq", error=sandbox.UnknownKernel)  # fmt: skip
-    with pytest.raises(sandbox.UnsupportedProblem, match="bwd_minimal computes the backward, not the forward"):
+    with pytest.raises(
+        sandbox.UnsupportedProblem, match=r"computes backward: omit kernel, or choose one of fwd_minimal, .*fwd_wgmma"
+    ):
         sandbox.attention(q, k, v, kernel="bwd_minimal")
     assert HOST == ("cpu", 0)

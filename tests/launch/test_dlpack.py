@@ -96,13 +96,13 @@ def test_a_subclass_is_of_its_library() -> None:
 
 
 REFUSED = [
-    (lambda: [1.0, 2.0], "list is not an array"),
-    (lambda: None, "NoneType is not an array"),
-    (lambda: np.float32(1.0), "float32 is not an array"),
+    (lambda: [1.0, 2.0], "an argument is of type list, not an array"),
+    (lambda: None, "an argument is None, not an array"),
+    (lambda: np.float32(1.0), "of type float32, not an array"),
     (lambda: np.zeros(3, np.float64), "dtype float64 (NumPy) is not supported"),
     (lambda: np.zeros(3, np.int16), "dtype int16 (NumPy)"),
     (lambda: np.zeros(3, ">f4"), "dtype >f4 is not supported: it must be in this machine's byte order"),
-    (lambda: np.ma.array([1.0], mask=[True]), "a MaskedArray is not supported: its mask would be ignored; pass its"),
+    (lambda: np.ma.array([1.0], mask=[True]), "an argument is a MaskedArray: its mask would be ignored; pass its"),
     (lambda: torch.zeros(3, dtype=torch.complex64).conj().imag, "a lazily negated tensor is not supported"),
     (lambda: torch.zeros(3, dtype=torch.float64), "dtype float64 (PyTorch)"),
     (lambda: torch.zeros(3, device="meta"), 'device "meta" is not supported'),
