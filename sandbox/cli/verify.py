@@ -13,7 +13,7 @@ from ..launch.dlpack import HOST
 from ..pages import reports
 from ..verify import check as checking
 from ..verify import error_map, report
-from ..verify.cases import Case
+from ..verify.cases import GIVEN, Case
 from ..verify.isolated import NOT_TRIED, IsolatedRunner
 from .group import cli
 from .options import (
@@ -70,7 +70,7 @@ def run_(
     chosen, wanted = chosen_kernels(kernels), parsed_tile(tile)
     if shape:
         chosen = chosen if kernels else of_attention(chosen)
-        case = Case("--shape", problem_for(chosen, shape, dtype, causal, scored))
+        case = Case(GIVEN, problem_for(chosen, shape, dtype, causal, scored))
         runs = [(kernel, case) for kernel in chosen]
     else:
         runs = checking.named_runs(chosen, small=device == HOST)

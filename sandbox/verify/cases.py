@@ -24,6 +24,9 @@ Array = NDArray[Any]
 Inputs = tuple[Array, Array, Array]
 
 
+GIVEN = "given"  # the name of the case that --shape describes
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem, with the kind of its inputs (`INPUTS`) and their memory layout (`LAYOUTS`)."""
@@ -32,6 +35,11 @@ class Case:
     problem: Problem
     inputs: str = "normal"
     layout: str = "bhsd"
+
+    @property
+    def described(self) -> str:
+        """Its name in a sentence: of --shape, the problem."""
+        return str(self.problem) if self.name == GIVEN else self.name
 
 
 def named_cases(small: bool) -> list[Case]:

@@ -216,14 +216,18 @@ def _where(suite: Suite, worst: str, expected: Reference, done: trial.Trial) -> 
 def _cause(kernel: Kernel, case: Case, device: Device, tile: Tile, where: ErrorMap, fast: bool) -> str:
     """The cause of a wrong result as a sentence; "" if none is known."""
     said = str(diagnosis.diagnose(kernel, case, device, tile, fast=fast))
-    return f"{where.name} on {case.name}, first wrong at {index_text(where.first)}: {said}." if said else ""
+    return f"{where.name} on {case.described}, first wrong at {index_text(where.first)}: {said}." if said else ""
 
 
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:
-    """NVRTC's result for DEFAULT_ARCH, for runs without a GPU; without NVRTC, a note instead."""
+    """NVRTC's result for DEFAULT_ARCH, for runs without a GPU; without NVRTC, or for a
+    problem that DEFAULT_ARCH does not support, a note instead."""
+    target = pipeline.DEFAULT_ARCH
     try:
-        target = pipeline.DEFAULT_ARCH
         chosen = choose_tile(kernel, case.problem, architectures.parse(target), tile)
         return pipeline.compile_problem(kernel, case.problem, chosen, target), ""
-    except (ToolchainMissing, UnsupportedProblem) as error:
+    except UnsupportedProblem as error:
+        reason = str(error).splitlines()[0].removeprefix(f"{kernel.name}: ")
+        return (), f"regs are not shown: for {target}, {reason}"
+    except ToolchainMissing as error:
         return (), str(error).splitlines()[0]

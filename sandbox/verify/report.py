@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ..core.errors import without_options
 from ..toolchain.nvrtc import Resources
+from .cases import Case
 from .check import Result
 
 WIDE = 118  # terminal columns that a case needs on one line
@@ -129,7 +130,8 @@ def failures(results: Iterable[Result]) -> Iterator[Text]:
             sharing.setdefault((r.kernel, reason(r)), []).append(r)
     for same in sharing.values():
         r = same[0]
-        cases = ", ".join(r.case for r in same[:4]) + (f" and {len(same) - 4} more" if len(same) > 4 else "")
+        more = f" and {len(same) - 4} more" if len(same) > 4 else ""
+        cases = ", ".join(Case(r.case, r.problem).described for r in same[:4]) + more
         mark = Text("note", "yellow") if r.ok is not False else verdict(r)
         yield Text.assemble(mark, f" {r.kernel} on {cases} [{r.backend}]: {_reason(r).removeprefix(f'{r.kernel}: ')}")
 

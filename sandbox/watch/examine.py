@@ -36,7 +36,7 @@ from ..toolchain import arch as architectures
 from ..toolchain import disassembly, nvrtc
 from ..toolchain.nvrtc import Compiled, Resources
 from ..verify import check, sanitize
-from ..verify.cases import Case
+from ..verify.cases import GIVEN, Case
 from ..verify.check import Result
 from ..verify.findings import Finding
 from ..verify.isolated import device_usable
@@ -69,7 +69,7 @@ def prepare(job: Job) -> None:
 
 
 def _cases(kernel: Kernel, job: Job) -> list[Case]:
-    return [Case("--shape", job.problem)] if job.problem else quick_cases(kernel, job.device)
+    return [Case(GIVEN, job.problem)] if job.problem else quick_cases(kernel, job.device)
 
 
 # nvdisasm takes half a second for any input, longer than everything after the compile. The verdict does not need it.

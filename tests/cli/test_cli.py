@@ -482,7 +482,7 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
     [
         (
             ("--shape", "1,1,64,512"),
-            "note fwd_minimal on --shape [cpu]: D=512 is not supported: head dimensions are at most 256",
+            "note fwd_minimal on B1 H1 S64 D512 float16 [cpu]: D=512 is not supported: head dimensions are at most 256",
         ),
         (
             ("--shape", "1,1,64,64", "--tile", "BLOCK_M=64"),
@@ -548,8 +548,8 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
 
     done = in_project(project_copy, *run)
     assert done.returncode == 1
-    assert "WRONG fwd_wrong on --shape [cpu]: O error " in done.stdout
-    assert "FAIL fwd_broken on --shape [cpu]: " in done.stdout
+    assert "WRONG fwd_wrong on B1 H1 S70 D32 float16 [cpu]: O error " in done.stdout
+    assert "FAIL fwd_broken on B1 H1 S70 D32 float16 [cpu]: " in done.stdout
     hints = [line for line in done.stdout.splitlines() if line.startswith("hint")]
     assert [line.split()[2] for line in hints] == ["fwd_wrong"]  # no hint after a compile error
     assert f"{broken}:{line}:15: error: " in done.stdout

@@ -126,7 +126,7 @@ def test_run_says_so_for_that_kernel_alone(project_copy: Path) -> None:
         project_copy, "sandbox", "run", "fwd_minimal", "fwd_swapped", "--shape", "1,1,7,16", "--backend", "cpu"
     )
     assert done.returncode == 1
-    assert "FAIL fwd_swapped on --shape [cpu]: argument 5 in its spec is group, integer of" in done.stdout
+    assert "FAIL fwd_swapped on B1 H1 S7 D16 float16 [cpu]: argument 5 in its spec is group, integer of" in done.stdout
     done = in_project(project_copy, "sandbox", "sanitize", "fwd_swapped", "--backend", "cpu")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("sandbox: fwd_swapped: argument 5 in its spec is group")
