@@ -28,7 +28,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
             accumulators <= 176,
-            f"{rows} rows per warp need {accumulators} registers for S, O at D={p.D}: the limit is 176",
+            (
+                f"BLOCK_M={t.BLOCK_M} by WARPS={t.WARPS} needs {accumulators} registers for S and O at "
+                f"D={max(p.D, p.Dv)}: the limit is 176 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
+            ),
         ),
         (
             smem <= 232448,

@@ -11,9 +11,12 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
-    width, few_registers = max(p.D, p.Dv), p.options <= {"window", "sink", "descale", "ragged"}
-    if arch is not None and width > (192 if few_registers else 128):
-        return f"D={p.D}, Dv={p.Dv} is not supported: the limit is 192, or 128 with score options (use fwd_block2d)"
+    costly = sorted(p.options - {"window", "sink", "descale", "ragged"})  # options that need registers
+    if arch is not None and costly and max(p.D, p.Dv) > 128:
+        return (
+            f"D={p.D}, Dv={p.Dv} with {', '.join(costly)} is not supported: the limit is 128, or 192 without options "
+            "other than window, sink and ragged batches, because of registers (use fwd_block2d)"
+        )
     return unsupported_by_cp_async(p, "fwd_block2d")
 
 
@@ -30,7 +33,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),
         (
             accumulators <= 168,
-            f"{rows} rows per warp need {accumulators} registers for S and O at Dv={p.Dv}: the limit is 168",
+            (
+                f"BLOCK_M={t.BLOCK_M} by WARPS={t.WARPS} needs {accumulators} registers for S and O at Dv={p.Dv}: "
+                "the limit is 168 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
+            ),
         ),
         (
             smem <= 101376 or (arch is not None and arch[0] in (9, 10) and smem <= 232448) or arch is None,
@@ -51,6 +57,7 @@ kernel = Kernel(
     summary="8-bit tensor cores (mma.sync): V is transposed by byte permutations between shared memory and MMA",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(8, 9),
+    max_D=192,  # beyond, all tiles spill registers
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),
         Tile(BLOCK_M=64, BLOCK_N=64, SUB_N=64, WARPS=4, MIN_BLOCKS=2),

@@ -195,7 +195,12 @@ class Kernel(Entry):
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             later = "and no other" if self.arch_suffix == "a" else "or later"
-            return f"{self.name}: needs compute capability {need} {later}, this is {have}"
+            use = (
+                f" (use {self._relative('mma_fp8' if problem.float8 else 'mma')})"
+                if self._has_mma(problem, arch)
+                else ""
+            )
+            return f"{self.name}: compute capability {have} is not supported: it needs {need} {later}{use}"
         if problem.kv_dtype and not self.float8_keys:
             return (
                 f"{self.name}: {problem.kv_dtype} keys with {problem.dtype} queries are not supported: use fwd_mma or "
@@ -209,17 +214,40 @@ class Kernel(Entry):
         if problem.ragged and not self.ragged:
             return f"{self.name}: ragged batches are not supported: call it once per sequence, or choose another kernel"
         if problem.page_size and not self.paged:
-            return f"{self.name}: paged keys are not supported: use fwd_mma or fwd_decode, or gather the pages"
+            use = "forward only" if self.computes == "backward" else "not supported"
+            other = "" if self.computes == "backward" else "use fwd_wgmma, fwd_mma or fwd_decode, or "
+            return f"{self.name}: paged keys are {use}: {other}gather the pages into k and v (B, Hk, Sk, D)"
         if self.latent and not problem.latent:
-            return f"{self.name}: v must be a view of the first columns of k, k[..., :Dv]: it is not read separately"
+            return (
+                f"{self.name}: only latent attention is supported, where v is the view k[..., :Dv] of k: this v has "
+                "memory of its own"
+            )
         for name, width in problem.head_dims:
             most = (name == "Dv" and self.max_Dv) or self.max_D
             if most < width:
                 dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
-                return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}"
+                return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{self._wider(width)}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"
         return None
+
+    def _relative(self, family: str) -> str:
+        """The kernel of another family that computes the same."""
+        return f"{'bwd' if self.computes == 'backward' else 'fwd'}_{family}"
+
+    def _has_mma(self, problem: Problem, arch: Arch) -> bool:
+        """Whether a kernel with mma.sync computes the same on `arch`."""
+        if self.computes not in ("forward", "backward") or self.latent or problem.itemsize > 2:
+            return False
+        return arch >= (FLOAT8_ARCH if problem.float8 else (8, 0)) and self.min_arch > (8, 9)
+
+    def _wider(self, width: int) -> str:
+        """The alternative for a head dimension that this kernel of attention does not support."""
+        if self.custom or self.latent:
+            return ""
+        if width <= 256:
+            return f" (use {self._relative('block2d')})"
+        return " (latent attention with v=k[..., :Dv]: 576)" if self.computes == "forward" else ""
 
     def adapted(self, problem: Problem) -> Problem:
         """A general problem for test cases, as the kernel takes it: with v as a view of k if it must be."""

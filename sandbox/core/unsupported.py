@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .kernel import Arch
+from .normalise import cdiv
 from .problem import Problem
 
 
@@ -12,11 +13,14 @@ def unsupported_by_cp_async(p: Problem, otherwise: str) -> str | None:
     multiple = 16 // p.key_itemsize
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % multiple:
-            return f"{name}={width} is not supported: use a multiple of {multiple}, or {otherwise}"
+            return (
+                f"{name}={width} is not a multiple of {multiple}: cp.async and TMA copy 16 bytes at a time (pad {name} "
+                f"with zeros to {cdiv(width, multiple) * multiple}, or use {otherwise})"
+            )
     if p.alignment < 16:
         return (
-            f"rows aligned to {p.alignment} bytes are not supported: the kernel copies 16 bytes at a time; "
-            "pass contiguous copies"
+            f"rows aligned to {p.alignment} bytes are not supported: the kernel copies 16 bytes at a time "
+            f"(pass contiguous copies of q, k and v, or use {otherwise})"
         )
     if not 1e-20 < p.scale < 1e6:
         return f"scale={p.scale} is not supported: use one between 1e-20 and 1e6, or {otherwise}"
@@ -26,11 +30,14 @@ def unsupported_by_cp_async(p: Problem, otherwise: str) -> str | None:
 def unsupported_by_wgmma(p: Problem, arch: Arch | None, otherwise: str) -> str | None:
     """Of kernels with Hopper's warpgroup MMA, whose tensor maps also restrict strides."""
     if arch is not None and arch[0] != 9:
-        return f"compute capability {arch[0]}.{arch[1]} is not supported: wgmma exists on 9.0 only"
+        return f"compute capability {arch[0]}.{arch[1]} is not supported: wgmma exists on 9.0 only (use {otherwise})"
     if reason := unsupported_by_cp_async(p, otherwise):
         return reason
     if not p.mappable:
-        return "strides that are negative, or 0 in S, or gaps between pages are not supported by TMA: pass copies"
+        return (
+            "strides that are negative, or 0 in S, or gaps between pages are not supported by TMA (pass contiguous "
+            f"copies, or use {otherwise})"
+        )
     if p.ragged and max(p.rows) > 2**30:
         return f"ragged={p.ragged} is not supported: q and k may have at most 2^30 rows each; split the batch"
     if p.page_size % 8:

@@ -153,7 +153,7 @@ def test_list_reports_grids_that_are_too_large() -> None:
 def test_list_for_the_cpu_and_for_an_unsupported_problem() -> None:
     assert {"chosen", "supported"} <= {*re.findall(r"\w+", call("list", "--shape", "1,2,7,64").stdout)}
     on_old = call("list", "--shape", "1,2,7,64", "--arch", "sm_75").stdout
-    assert "needs compute capability 8.0 or later, this is 7.5" in on_old
+    assert "compute capability 7.5 is not supported: it needs 8.0 or later" in on_old
     too_large = call("list", "--shape", "1,2,7,300", "--arch", "cpu")
     assert too_large.exit_code == 2
     assert "D=300 is not supported" in too_large.stdout
@@ -240,7 +240,7 @@ def test_compile_reports_unsupported_problems() -> None:
     )
     shown = call(*options)
     assert shown.exit_code == 0
-    assert shown.stderr == "not compiled: fwd_minimal: D=512 is not supported: head dimensions are at most 256\n"
+    assert shown.stderr.startswith("not compiled: fwd_minimal: D=512 is not supported: head dimensions are at most 256")
     assert [row["ok"] for row in parsed(*options)] == [True, None]
     assert "D=512 is not supported" in parsed(*options)[1]["message"]
 
