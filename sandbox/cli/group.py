@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..core import interrupts
+from ..core import interrupts, registry
 from ..core.errors import HistoryError, SandboxError, SpecError, UnknownKernel, UnsupportedProblem
 from .options import OptionalValue
 from .output import open_standard_streams, say
@@ -25,12 +25,26 @@ class _Command(click.Command):
         while left and left[0] != "--":
             word = left.pop(0)
             if option := optional.get(word):
-                value = left.pop(0) if left and left[0] in option.type.choices else option.flag_value
-                word = f"{word}={value}"
+                given = bool(left) and left[0] in option.type.choices
+                if left and not given and not ctx.resilient_parsing:
+                    self._check_kernel(word, option, left[0])
+                word = f"{word}={left.pop(0) if given else option.flag_value}"
             attached.append(word)
         if not ctx.resilient_parsing:
             self._refuse_blanks(ctx, attached + left)
         return super().parse_args(ctx, attached + left)
+
+    def _check_kernel(self, name: str, option: OptionalValue, word: str) -> None:
+        """Raises UsageError if `word`, after the option `name` without a value, is neither an option nor a kernel."""
+        if word.startswith("-") or word.endswith(".cu"):
+            return
+        said = f"{name} {word} is not supported: choose {' or '.join(option.type.choices)}"
+        if not {"kernel", "kernels"} & {param.name for param in self.params}:
+            raise click.UsageError(said)
+        try:
+            registry.entry_owner(word)
+        except UnknownKernel as error:
+            raise click.UsageError(f"{said}, or name a kernel: {error}") from None
 
     def _refuse_blanks(self, ctx: click.Context, args: list[str]) -> None:
         """A blank value, such as that of an unset shell variable, is an error and not an absent option."""

@@ -112,9 +112,9 @@ def check_(
     kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare kernels with the reference on about a hundred small problems each.
+    """Compare kernels with the reference on a few hundred small problems each.
 
-    Odd lengths, masks, dtypes, layouts, score options, and inputs that isolate a fault.
+    Odd lengths, masks, dtypes, layouts, score options, and special inputs (all equal, one large value, …).
     """
     device, wanted = checking.pick_device(backend), parsed_tile(tile)
     chosen = chosen_kernels(kernels)
@@ -142,6 +142,9 @@ def _reported(found: Iterable[checking.Result]) -> Iterator[checking.Result]:
                 for text in report.failures([r]):
                     say(text)
             yield r
+        if all(r.ok is None for r in results):  # such as with an invalid tile
+            for text in itertools.islice(report.failures(results), 1):
+                say(text)
         for text in report.hints(results):
             say(text)
         say(f"{kernel}: {report.counts(results)}, on {results[0].backend}")

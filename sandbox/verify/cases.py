@@ -74,7 +74,7 @@ _WIDTHS = (64, 16, 40, 128, 32, 72, 96, 160, 256, 7)
 
 def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     """Every length pair x mask x dtype that `kernel` supports, cycling through head dimensions, groups and layouts, and
-    all isolating cases. About a hundred cases, each small enough for the CPU backend."""
+    all isolating cases. A few hundred cases, each small enough for the CPU backend."""
     tile = kernel.tiles[0]
     M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
     lengths = (*_LENGTHS, (M - 1, N + 1), (M + 1, N - 1), (2 * M, 2 * N + 1), *_LONG)

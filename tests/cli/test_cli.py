@@ -353,6 +353,11 @@ def test_check(short_sweep: int) -> None:
     assert [row["ok"] for row in rows] == [True] * short_sweep
     shown = call("check", "fwd_minimal", "--backend", "cpu")
     assert (shown.exit_code, shown.stdout) == (0, f"fwd_minimal: {short_sweep} ok, 0 wrong, 0 not supported, on cpu\n")
+    shown = call("check", "fwd_minimal", "--backend", "cpu", "--tile", "BLOCK_M=3")
+    note, counts = shown.stdout.splitlines()
+    assert shown.exit_code == 2
+    assert note.endswith("tile BLOCK_M=3 must set BLOCK_M, BLOCK_N and nothing else")
+    assert counts == f"fwd_minimal: 0 ok, 0 wrong, {short_sweep} not supported, on cpu"
 
 
 def test_cache(own_cache: Path) -> None:
@@ -438,6 +443,11 @@ def test_help(command: tuple[str, ...]) -> None:
             "Invalid value for '--dtype': 'half' is not one of 'float32', 'float16', 'bfloat16'",
         ),
         (("run", "--causal=left"), "Invalid value for '--causal': 'left' is not one of 'bottom-right', 'top-left'"),
+        (
+            ("run", "--shape", "1,1,5,64", "--causal", "middle"),
+            "--causal middle is not supported: choose bottom-right or top-left, or name a kernel: kernel 'middle'",
+        ),
+        (("list", "--causal", "middle"), "--causal middle is not supported: choose bottom-right or top-left\n"),
         (("walk",), "No such command 'walk'"),
     ],
 )
