@@ -187,6 +187,11 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
     }
 }
 
+// At the end of a block: the kernel of the long sequences precedes this one and may still run.
+__device__ __forceinline__ void wait_for_long_sequences() {
+    if (SHORT_SEQUENCES) end_after_previous_entry();
+}
+
 // The key tile from n0, in `stage`.
 __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& seqlen, int row0, int kv_head, int group,
                                              int n0, bool masked, SmemAddr Q_smem, SmemAddr stage,
@@ -213,27 +218,28 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     }
 }
 
-// Windows with a left bound and float8 spill 4 bytes with ptxas's own register limit: one block per SM raises it.
-extern "C" __global__ __launch_bounds__(THREADS, Head::HAS_LEFT_BOUND || FLOAT8_KEYS ? 1 : 0) void fwd_decode(
-    const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
-    const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
-    const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
-    const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
-    float* LSE,                                     // (B, H, Sq), contiguous
-    float* partials,                                // Partials of combine.cuh; not used with one split
-    int H,
-    int group,   // H / Hk
-    int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries
-    const __grid_constant__ Score score) {
+// Windows with a left bound, float8 and short sequences spill 4 to 12 bytes with ptxas's own register limit: one block
+// per SM raises it.
+extern "C" __global__ __launch_bounds__(THREADS, Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1 : 0) void
+fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
+           const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
+           const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
+           const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
+           float* LSE,                                     // (B, H, Sq), contiguous
+           float* partials,                                // Partials of combine.cuh; not used with one split
+           int H,
+           int group,   // H / Hk
+           int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries
+           const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     griddepcontrol_launch_dependents();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int kv_head = blockIdx.y, z = blockIdx.z;
     const Split split = DYNAMIC_SPLITS ? SplitScheduler(score, gridDim.z - splits, splits).block(z)
                                        : Split{z / splits, z % splits, splits, z / splits * splits};
-    if (DYNAMIC_SPLITS && split.invalid()) return;
-    const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
-    if (RAGGED && tile.invalid()) return;
+    if (DYNAMIC_SPLITS && split.invalid()) return wait_for_long_sequences();
+    const RowTile tile = row_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
+    if (RAGGED && tile.invalid()) return wait_for_long_sequences();
     cluster_arrive();
     const SeqlenInfo seqlen(score, tile.b);
     const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, seqlen.Sq * group);  // of packed rows
@@ -281,12 +287,13 @@ extern "C" __global__ __launch_bounds__(THREADS, Head::HAS_LEFT_BOUND || FLOAT8_
     __syncthreads();  // the results of all warps are in shared memory
 
     cluster_wait();
-    const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), split);
+    const Partials parts(partials, gridDim.z, static_cast<long long>(H) * Partials::rows_per_head(score), split);
     const Combine combine{O, LSE, parts, split, seqlen, smem, row0, rows_end - row0, kv_head, group, H};
     combine.warps();
-    if (CLUSTER == 1) return;
+    if (CLUSTER == 1) return wait_for_long_sequences();
     cluster_sync();  // the stores of all blocks of the cluster are visible
     combine.ranks();
+    wait_for_long_sequences();
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(

@@ -26,17 +26,34 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     return Q + t.WARPS * (8 * t.BLOCK_M + max(stages, O_smem)) + dsmem
 
 
+def by_entry(p: Problem) -> bool:
+    """Whether each batch entry has its own blocks (BLOCKS_BY_ENTRY in split_kv.cuh)."""
+    return not p.ragged or p.short
+
+
+def entries(p: Problem) -> int:
+    """Batch entries with blocks of their own; 1 if the row tiles of all sequences are counted together."""
+    return p.B if by_entry(p) else 1
+
+
+def queries(p: Problem) -> int:
+    """Most queries of a batch entry, or the queries of all sequences."""
+    if not by_entry(p):
+        return p.rows[0]
+    return min(p.Sq, p.short_queries) if p.short else p.Sq
+
+
 def row_tiles(p: Problem, t: Tile) -> int:
     """Tiles of packed rows (queries times heads of a group) per key/value head."""
-    rows = p.rows[0] * p.group
-    if p.ragged:
+    rows = queries(p) * p.group
+    if not by_entry(p):
         return rows // t.BLOCK_M + p.B if p.B else 0
     return cdiv(rows, t.BLOCK_M)
 
 
 def dynamic_splits(p: Problem, t: Tile) -> bool:
     """Whether the device assigns blocks to batch entries by their key_lengths (SplitScheduler in split_kv.cuh)."""
-    return p.key_lengths and not p.ragged and t.CLUSTER == 1
+    return p.key_lengths and by_entry(p) and t.CLUSTER == 1
 
 
 def resident_blocks(p: Problem, t: Tile) -> int:
@@ -58,19 +75,19 @@ def splits(p: Problem, t: Tile) -> int:
     if dynamic_splits(p, t):
         wanted = resident_blocks(p, t) * (DYNAMIC_WAVES if p.B > 1 else 1) // max(tiles, 1)
         return max(1, min(p.B * limit, wanted, MAX_BLOCKS - p.B))
-    row_tiles_of_all = tiles * p.batches
+    row_tiles_of_all = tiles * entries(p)
 
     def cost(n: int) -> int:
         waves = cdiv(row_tiles_of_all * n * t.CLUSTER, resident_blocks(p, t))
         return waves * (cdiv(rounds, n) + 2) + (n > 1 and 1 + cdiv(3 * n, 8))
 
-    limit = max(1, min(limit, MAX_SPLITS, MAX_BLOCKS // max(p.batches, 1)))
+    limit = max(1, min(limit, MAX_SPLITS, MAX_BLOCKS // max(entries(p), 1)))
     return min(range(1, limit + 1), key=cost)
 
 
 def blocks(p: Problem, t: Tile) -> int:
     """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
-    return splits(p, t) + p.B if dynamic_splits(p, t) else splits(p, t) * p.batches
+    return splits(p, t) + p.B if dynamic_splits(p, t) else splits(p, t) * entries(p)
 
 
 def needs_combine(p: Problem, t: Tile) -> bool:
@@ -78,17 +95,23 @@ def needs_combine(p: Problem, t: Tile) -> bool:
     return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS * t.CLUSTER
 
 
+def combined_rows(p: Problem) -> int:
+    """gridDim.x of the combine kernel: rows per entry and head; an upper bound for ragged queries."""
+    return queries(p) if by_entry(p) else p.query_tiles(1)
+
+
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
-    return (blocks(p, t) * p.H * p.rows[0] * (p.Dv + 2) if needs_combine(p, t) else 0), 0
+    return (blocks(p, t) * p.H * queries(p) * (p.Dv + 2) if needs_combine(p, t) else 0), 0
 
 
 def first_for(p: Problem) -> bool:
     """Problems on which this kernel is faster than fwd_mma and fwd_wgmma, or fwd_wgmma_fp8 (experiment 020): few rows
     and many keys, or up to 256 rows if tiles of 128 queries would leave half of the SMs idle. Of ragged queries over
-    pages, those with few rows per sequence on average (not measured)."""
+    pages, those with few rows in every sequence; otherwise it computes the short ones (`short_sequences` of fwd_wgmma)
+    (not measured)."""
     if p.ragged:
-        return bool(p.page_size) and p.rows[0] * p.group <= 64 * p.B
+        return p.short or (p.page_size > 0 and p.Sq * p.group <= 64)
     rows, max_rows = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8_keys else 64
     few_rows, few_tiles = p.Sq <= 32 and rows <= max_rows, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
     return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.block_map[3]
@@ -98,8 +121,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent; rows have 31-bit indices."""
     if reason := unsupported_by_cp_async(p, "fwd_block2d"):
         return reason
-    if p.rows[0] * p.group >= 2**31:
-        return f"Sq * H / Hk = {p.rows[0] * p.group} is not supported: the limit is 2^31 - 1 packed rows (use fwd_mma)"
+    if queries(p) * p.group >= 2**31:
+        return f"Sq * H / Hk = {queries(p) * p.group} is not supported: the limit is 2^31 - 1 packed rows (use fwd_mma)"
     return None
 
 
@@ -148,7 +171,7 @@ def rank(p: Problem, t: Tile) -> int:
     bytes in flight; then the smallest BLOCK_M."""
     *warps, in_flight = preferred(p, t)
     penalty = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (in_flight != (t.STAGES - 1) * t.BLOCK_N * p.key_itemsize)
-    return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(p.Sq * p.group, t.BLOCK_M) + penalty + t.BLOCK_M
+    return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(min(p.Sq, queries(p)) * p.group, t.BLOCK_M) + penalty + t.BLOCK_M
 
 
 def was_timed(p: Problem, t: Tile) -> bool:
@@ -211,7 +234,7 @@ kernel = Kernel(
         Entry(
             name="fwd_decode_combine",
             programmatic_launch=True,
-            grid=lambda p, t: (p.query_tiles(1) if needs_combine(p, t) else 0, p.H, p.batches),
+            grid=lambda p, t: (combined_rows(p) if needs_combine(p, t) else 0, p.H, entries(p)),
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,
             numbers={"splits": splits},

@@ -296,6 +296,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     int group,                                      // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
+    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int x = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // causal: the longest tiles start first
     const int h = blockIdx.y;

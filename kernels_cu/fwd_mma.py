@@ -71,6 +71,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    short_sequences="fwd_decode",
     float8_keys=True,
     summary="tensor cores (mma.sync): two cp.async stages in swizzled shared memory, deferred rescaling",
     dtypes=("float16", "bfloat16"),

@@ -269,6 +269,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ Score score,
     unsigned* tile_counter) {  // work tiles drawn so far, beyond the first of each block
     extern __shared__ __align__(1024) char smem[];
+    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     if (Head::MAPPED) griddepcontrol_wait();  // an earlier entry point writes the block map

@@ -131,6 +131,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    short_sequences="fwd_decode",
     summary="Hopper's warpgroup MMA, fed by TMA: warp-specialised, persistent, ping-pong consumers",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),

@@ -29,15 +29,26 @@ struct CombinedRow {
 };
 
 // Scratch memory for partial results: O, not divided by l, of all rows and splits, then m and l. The splits of a row
-// are adjacent.
+// are adjacent. The number of a row is its index in LSE, or, of ragged queries with blocks for each sequence, its index
+// in a tensor (H, ROWS of a sequence).
 struct Partials {
+    static constexpr bool OF_SEQUENCE = RAGGED && BLOCKS_BY_ENTRY;
     float* data;
     long long count, origin;
     int splits;
     // blocks: splits of all entries; rows: rows per entry, all heads.
     __device__ __forceinline__ Partials(float* data, int blocks, long long rows, const Split& split)
         : data(data), count(blocks * rows),
-          origin((split.before - static_cast<long long>(split.b) * split.splits) * rows), splits(split.splits) {}
+          origin((split.before - (OF_SEQUENCE ? 0 : static_cast<long long>(split.b) * split.splits)) * rows),
+          splits(split.splits) {}
+    // Rows per head and entry.
+    static __device__ __forceinline__ int rows_per_head(const Score& score) {
+        return OF_SEQUENCE ? min(score.Sq, MOST_QUERIES) : query_rows(score);
+    }
+    // The number of query i of head h; `in_LSE` is its index in LSE.
+    static __device__ __forceinline__ long long row(const Score& score, int h, int i, long long in_LSE) {
+        return OF_SEQUENCE ? static_cast<long long>(h) * rows_per_head(score) + i : in_LSE;
+    }
     __device__ __forceinline__ float* O(long long row, int split) const {
         return data + (origin + row * splits + split) * HEAD_DIM_V;
     }

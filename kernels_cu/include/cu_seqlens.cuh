@@ -11,6 +11,16 @@ struct RowTile {
     __device__ __forceinline__ bool invalid() const { return b < 0; }
 };
 
+// A batch whose sequences two kernels share, each of which has none of the other's rows: SHORT_SEQUENCES is the most
+// queries of the sequences of this kernel, LONG_SEQUENCES that of the other one's.
+#ifndef SHORT_SEQUENCES
+#define SHORT_SEQUENCES 0
+#endif
+#ifndef LONG_SEQUENCES
+#define LONG_SEQUENCES 0
+#endif
+constexpr int MOST_QUERIES = SHORT_SEQUENCES ? SHORT_SEQUENCES : 0x7fffffff;
+
 #if RAGGED
 // cu_seqlens of queries or of keys. qhead_per_khead: with packed GQA, the number of query heads that are rows of one
 // tile; row = query * qhead_per_khead + head in the group.
@@ -21,7 +31,12 @@ struct Offsets {
 
     // The first row of sequence b; for b = count the end of the last sequence.
     __device__ __forceinline__ int begin(int b) const { return min(max(cu_seqlens[b * stride], 0), rows); }
-    __device__ __forceinline__ int length(int b) const { return min(max(begin(b + 1) - begin(b), 0), max_length); }
+    // 0 for a sequence of the other kernel.
+    __device__ __forceinline__ int length(int b) const {
+        const int rows_of_b = min(max(begin(b + 1) - begin(b), 0), max_length);
+        if (!SHORT_SEQUENCES && !LONG_SEQUENCES) return rows_of_b;
+        return LONG_SEQUENCES < rows_of_b && rows_of_b <= MOST_QUERIES ? rows_of_b : 0;
+    }
 
     template <int ROWS>
     __device__ __forceinline__ int first_tile(int b, int qhead_per_khead = 1) const {

@@ -59,7 +59,7 @@ struct Combine {
                                           const CombinedRow& sum) const {
         const long long number = head.lse_offset(H, row.h) + row.i;
         if (split.splits == 1) store_row(O, LSE, head, row.h, row.i, number, quad, sum);
-        else parts.store(number, split.split, quad, sum);
+        else parts.store(Partials::row(seqlen.score, row.h, row.i, number), split.split, quad, sum);
     }
 
     // A thread combines four columns of a row, or eight if BLOCK_M = 32. In a cluster the result goes to the block that

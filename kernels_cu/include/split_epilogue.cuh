@@ -62,15 +62,17 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     __shared__ float2 sums_smem[GROUPS];
     const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, group = threadIdx.x / QUADS,
               quad = threadIdx.x % QUADS;
+    if (SHORT_SEQUENCES && row_tile<1>(score, blockIdx.x, entry).invalid()) return end_after_previous_entry();
     const Split first_split = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
                                              : Split{entry, 0, splits, entry * splits};
-    const RowTile tile = query_tile<1>(score, blockIdx.x, entry);
+    const RowTile tile = row_tile<1>(score, blockIdx.x, entry);
     griddepcontrol_wait();
     if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && first_split.splits == 1)) return;
     const Head head(score, tile.b, h);
     const long long number = head.lse_offset(H, h) + tile.row0;
     const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
-                         static_cast<long long>(H) * query_rows(score), first_split);
+                         static_cast<long long>(H) * Partials::rows_per_head(score), first_split);
+    const long long partial_row = Partials::row(score, h, tile.row0, number);
     const float scale_log2 = head.unit * Head::LOG2E;
 
     CombinedRow group_sum;
@@ -82,9 +84,9 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
 #pragma unroll
         for (int i = 0; i < LOADS_AHEAD; ++i) {
             const int split = min(first + i * GROUPS, first_split.splits - 1);
-            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(number, split) + 4 * quad,
+            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(partial_row, split) + 4 * quad,
                         first + i * GROUPS < first_split.splits);
-            sums[i] = *parts.sums(number, split);
+            sums[i] = *parts.sums(partial_row, split);
             if (first + i * GROUPS >= first_split.splits) sums[i] = make_float2(-INF, 0.0f);
         }
         cp_async_commit();

@@ -9,8 +9,27 @@
 #pragma once
 #include "score_mod.cuh"
 
+// Whether each batch entry has its own blocks along z. If sequences may have many queries, the row tiles of all of them
+// are along x instead.
+constexpr bool BLOCKS_BY_ENTRY = !RAGGED || SHORT_SEQUENCES;
 // Whether the number of splits depends on the batch entry's keys.
-constexpr bool DYNAMIC_SPLITS = KEY_LENGTHS && !RAGGED && CLUSTER == 1;
+constexpr bool DYNAMIC_SPLITS = KEY_LENGTHS && BLOCKS_BY_ENTRY && CLUSTER == 1;
+
+// Row tile number x of batch entry b, or of all sequences. Ragged queries: invalid if the sequence has fewer rows.
+template <int ROWS>
+__device__ __forceinline__ RowTile row_tile(const Score& score, unsigned x, int b, int packed = 1) {
+    if (RAGGED && BLOCKS_BY_ENTRY) {
+        const int row0 = static_cast<int>(x * ROWS);
+        return row0 < SeqlenInfo(score, b).Sq * packed ? RowTile{b, row0} : RowTile{-1, 0};
+    }
+    return query_tile<ROWS>(score, x, b, packed);
+}
+
+// Ends a block that has not waited for the previous entry: the first block does, so that this grid does not end before
+// the previous one.
+__device__ __forceinline__ void end_after_previous_entry() {
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) griddepcontrol_wait();
+}
 
 // Split `split` of the `splits` of batch entry b; `before`: the splits of earlier entries.
 struct Split {
@@ -19,7 +38,8 @@ struct Split {
 };
 
 // Assigns blocks to batch entries in proportion to their keys. A round is one key tile per warp of a block; no block
-// has more than max_rounds. At least one block per entry, and at most splits + entries in total. A warp collective.
+// has more than max_rounds. At least one block per entry with queries, and at most splits + entries in total. A warp
+// collective.
 struct SplitScheduler {
     const Score& score;
     int entries, lane, max_rounds;
@@ -33,10 +53,14 @@ struct SplitScheduler {
     }
     __device__ __forceinline__ int rounds(int b) const {
         const Head head0(score, b, 0);  // ranges are the same for all heads
+        if (RAGGED && head0.Sq == 0) return 0;
         const Range keys = head0.keys(0, head0.Sq);
         return (max(max(keys.end, 0) - keys.begin / BLOCK_N * BLOCK_N, 0) + BLOCK_N * WARPS - 1) / (BLOCK_N * WARPS);
     }
-    __device__ __forceinline__ int blocks(int b) const { return max((rounds(b) + max_rounds - 1) / max_rounds, 1); }
+    __device__ __forceinline__ int blocks(int b) const {
+        const int least = RAGGED ? min(SeqlenInfo(score, b).Sq, 1) : 1;
+        return max((rounds(b) + max_rounds - 1) / max_rounds, least);
+    }
 
     // The split of block `number`; invalid if the grid has more blocks than splits.
     __device__ __forceinline__ Split block(int number) const {

@@ -19,7 +19,6 @@ from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..engine import choose, pipeline
 from ..engine.staging import Staged
-from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .options import DESCALE, Options
 from .validate import DTYPES, argument_name, problem_of, unreadable
@@ -136,9 +135,8 @@ def _plan(
     kernel = _kernel(computes, problem, pipeline.arch_of(device), options)
     tile = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(options.tile), tuned=True)
     to_caller = library.to_caller(like)
-    scratch = {
-        name: (shape, dense_strides(shape), "float32") for name, shape in scratch_of(kernel, problem, tile).items()
-    }
+    sizes = pipeline.scratch_of(kernel, problem, tile, device)
+    scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in sizes.items()}
     if BLOCK_MAP in views:
         del scratch["block_map"]
     made = {**results, **{name: layout for name, layout in scratch.items() if name not in results}}  # results first

@@ -20,7 +20,6 @@ from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
 from ..launch import driver
-from ..launch.arguments import scratch_of
 from ..launch.dlpack import library_of, view
 from ..verify.sampled import Verdict, expect, expect_gradients, expect_sequences
 from ..verify.scores import visible_pairs
@@ -64,7 +63,7 @@ def _contender(kernel: Kernel, tile: Tile | None) -> Contender:
         views = {name: view(x) for name, x in tensors.items()}
         device = views["Q"].device
         chosen = pipeline.tile_on(device, kernel, problem, tile)
-        for name, shape in scratch_of(kernel, problem, chosen).items():
+        for name, shape in pipeline.scratch_of(kernel, problem, chosen, device).items():
             tensors[name] = q.new_empty(shape, dtype=torch.float32)
             views[name] = view(tensors[name])
         prepared = pipeline.prepare(kernel, chosen, problem, views, device)

@@ -110,6 +110,8 @@ class Kernel(Entry):
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
     rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # the tile with the smallest is tried first
+    short_sequences: str = ""
+    """The kernel that computes the short sequences of a ragged batch over pages in the same launch; "": this one."""
     preference: int = 0  # among kernels of one rung: `attention` tries the largest first
     first_for: Callable[[Problem], bool] = lambda problem: False
     """Problems for which it is faster than higher rungs, as measured: `attention` tries it before them."""

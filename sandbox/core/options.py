@@ -433,6 +433,8 @@ def macros(problem: Problem) -> dict[str, int]:
         used["SCORE_BYTES"] = ctypes.sizeof(score_structure(problem))
     if problem.Dv != problem.D:
         used["HEAD_DIM_V"] = problem.Dv
+    if problem.short or problem.part:
+        used["SHORT_SEQUENCES" if problem.short else "LONG_SEQUENCES"] = problem.short_queries
     return used
 
 

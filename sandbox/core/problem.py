@@ -43,6 +43,9 @@ class Problem:
     table of (B, Sk / page_size) page numbers selects them; `key_lengths` is set. `pages`: by default the size of the
     table. Its queries may be ragged: `ragged` is then (rows of q, 0), and the keys in `lengths` are the key lengths.
 
+    `part`: two kernels share the sequences of a ragged batch over pages: "short" has those with at most `short_queries`
+    queries, "long" the others.
+
     `latent`: v is a view of the first Dv columns of k (latent attention, as in DeepSeek's models), so that a kernel may
     read both at once.
     """
@@ -79,6 +82,7 @@ class Problem:
     page_size: int = 0  # 0: no pages
     pages: int = 0
     latent: bool = False
+    part: str = ""  # "short", "long": these sequences only
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -211,6 +215,16 @@ class Problem:
         return self.H // self.Hk if self.Hk else 1
 
     @property
+    def short_queries(self) -> int:
+        """The most queries of a short sequence: one m16n8k16 step has them all, with the heads of their group."""
+        return max(16 // self.group, 1)
+
+    @property
+    def short(self) -> bool:
+        """Whether it is a ragged batch over pages of which a kernel computes short sequences only."""
+        return self.part == "short" or (self.page_size > 0 and bool(self.ragged) and self.Sq <= self.short_queries)
+
+    @property
     def rows(self) -> tuple[int, int]:
         """Rows of each head of q, and of k and v; of keys in pages those of a batch entry."""
         queries, keys = self.ragged or (self.Sq, self.Sk)
@@ -272,7 +286,7 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Whether there are no score options other than scale and causal, and Dv is D."""
-        others = (name for name in _ABSENT if name not in ("Dv", "latent"))
+        others = (name for name in _ABSENT if name not in ("Dv", "latent", "part"))
         return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in others)
 
     @property

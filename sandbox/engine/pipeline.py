@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..core import registry
 from ..core.errors import CompileError, NoFastCompilation, SpecError, UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
 from ..core.normalise import normalise_causal
@@ -21,7 +22,7 @@ from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
-from ..launch import driver, parameters
+from ..launch import arguments, driver, parameters
 from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, rows_of, zeroed_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
@@ -79,19 +80,57 @@ def prepare(
     """
     arch = arch_of(device)
     required = [choose_kernel(problem, computes, arch) for computes in _prerequisites(kernel, problem, tensors)]
-    kernels = [*((other, tile_on(device, other, problem)) for other in required), (kernel, tile)]
+    own = parts(kernel, tile, problem, device)
+    every = [*(Part(other, tile_on(device, other, problem), problem) for other in required), *own]
     with ThreadPoolExecutor() as pool:  # compile in parallel
-        loads = [*pool.map(lambda of: load(of[0], of[1], problem, device, fast and of[0] is kernel), kernels)]
+        loads = [
+            *pool.map(lambda of: load(of.kernel, of.tile, of.problem, device, fast and of.kernel is kernel), every)
+        ]
     launches: list[EntryLaunch] = []
-    for (each, its_tile), its_load in zip(kernels, loads, strict=True):
-        launches += _launches(each, its_tile, problem, tensors, device, its_load)
+    for part, its_load in zip(every, loads, strict=True):
+        launches += _launches(part, tensors, device, its_load)
     launches.sort(key=lambda one: not one.entry.launch_first)
-    loaded = loads[-1]
+    loaded = loads[len(required)]
     names = tuple(dict.fromkeys(name for one in launches for name in one.arguments.tensor_names))
     order = tuple(order) or names
-    launch = make_launch(launches, zeroed_of(kernel, problem, tile), order, device)
+    zeroed = {name: n for part in own for name, n in zeroed_of(part.kernel, part.problem, part.tile).items()}
+    launch = make_launch(launches, zeroed, order, device)
     compiled = () if fast else loaded.compiled
     return Prepared(kernel, tile, problem, device, loaded.seconds, loaded.cached, compiled, launch, names, order)
+
+
+class Part(NamedTuple):
+    """A kernel of a launch, its tile, and the part of the problem that it computes."""
+
+    kernel: Kernel
+    tile: Tile
+    problem: Problem
+    overlaps: bool = False  # programmatic dependent launch: it may start before the previous kernel has ended
+
+
+def parts(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> tuple[Part, ...]:
+    """The kernels that compute `problem` in one launch: `kernel`, and for a ragged batch over pages that may have
+    sequences with few and with many queries also `kernel.short_sequences`, if it supports the problem.
+
+    It starts after `kernel`, on the SMs that this leaves idle at its end: its blocks are short. Each kernel finds its
+    sequences on the device."""
+    alone = Part(kernel, tile, problem)
+    if not (kernel.short_sequences and problem.ragged and problem.page_size and not problem.short):
+        return (alone,)
+    other, short = registry.get(kernel.short_sequences), replace(problem, part="short")
+    try:
+        its_tile = tile_on(device, other, short)
+    except UnsupportedProblem:
+        return (alone,)
+    return alone._replace(problem=replace(problem, part="long")), Part(other, its_tile, short, overlaps=True)
+
+
+def scratch_of(kernel: Kernel, problem: Problem, tile: Tile, device: Device) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the scratch of a launch of `prepare`."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in parts(kernel, tile, problem, device):
+        found |= arguments.scratch_of(part.kernel, part.problem, part.tile)
+    return found
 
 
 def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -104,9 +143,8 @@ def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tenso
         yield "preprocess"
 
 
-def _launches(
-    kernel: Kernel, tile: Tile, problem: Problem, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded
-) -> Iterator[EntryLaunch]:
+def _launches(part: Part, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded) -> Iterator[EntryLaunch]:
+    kernel, tile, problem, overlaps = part
     encode, kinds = encode_for_host if device == HOST else driver.encode_tensor_map, rows_of(kernel)
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
@@ -114,10 +152,10 @@ def _launches(
         if reason := why_grid_unsupported(kernel, entry, problem, tile):
             raise UnsupportedProblem(reason)
         grid = entry.grid(problem, tile)
-        arguments = ArgumentBlock(entry, problem, tile, tensors, encode, kinds)
+        block = ArgumentBlock(entry, problem, tile, tensors, encode, kinds)
         yield EntryLaunch(
-            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), arguments,
-            entry.programmatic_launch, entry.cluster(tile),
+            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), block,
+            entry.programmatic_launch or overlaps, entry.cluster(tile),
         )  # fmt: skip
 
 

@@ -28,7 +28,13 @@ WIDTHS = (64, 96, 128, 192, 256)  # and with options
 CPU = (9, 0)  # the CPU backend uses the tiles of this architecture
 # The bits of a macro's value that matter here: not the dtype of a bias, the page size, or the value of Dv.
 _BITS = {"BIAS": 12, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
-_IGNORED = ("SCORE_BYTES", "BLOCK_MAP", "SCORE_SNIPPET")  # every dense mask has a block map
+_IGNORED = (
+    "SCORE_BYTES",
+    "BLOCK_MAP",
+    "SCORE_SNIPPET",
+    "SHORT_SEQUENCES",
+    "LONG_SEQUENCES",
+)  # every dense mask has a block map
 ALWAYS = {"CAUSAL=1", "DESCALE=8"}  # are not counted: each option is compiled with causal, and float8 has a descale
 
 

@@ -59,9 +59,11 @@ def _tensors(subject: Subject) -> dict[str, Staged]:
 
 def _staged(given: Mapping[str, Any], made: dict[str, Any], subject: Subject) -> dict[str, Staged]:
     """The inputs `given`, copied to the GPU, and memory like `made`, for the outputs and for scratch."""
-    for name, (shape, dtype) in trial.outputs_and_scratch(subject.spec(), subject.problem, subject.tile).items():
+    device = "cuda", 0
+    made_by_launch = trial.outputs_and_scratch(subject.spec(), subject.problem, subject.tile, device)
+    for name, (shape, dtype) in made_by_launch.items():
         made[name] = np.empty(shape, dlpack.numpy_dtype(dtype))
-    staged = {name: Staged(dlpack.view(array), ("cuda", 0)) for name, array in {**given, **made}.items()}
+    staged = {name: Staged(dlpack.view(array), device) for name, array in {**given, **made}.items()}
     for name in given:
         staged[name].send()
     return staged

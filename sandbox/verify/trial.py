@@ -19,7 +19,6 @@ from ..core.tile import Tile
 from ..engine import pipeline
 from ..engine.staging import Staged
 from ..launch import dlpack, driver
-from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, Device
 from .suite import suite_of
 
@@ -61,7 +60,7 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
         outputs[name][...] = inputs[name]
     scratch = {
         name: _filled(shape, "float32", 0x7F if kernel.computes == "backward" else 0xFF)
-        for name, shape in scratch_of(kernel, problem, tile).items()
+        for name, shape in pipeline.scratch_of(kernel, problem, tile, device).items()
     }
     views = {name: dlpack.view(array) for name, array in {**inputs, **outputs, **scratch}.items()}
     if device == HOST:
@@ -79,9 +78,12 @@ def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Mapping[str, Ar
     return Trial(prepared, outputs, stray_writes, seconds)
 
 
-def outputs_and_scratch(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[tuple[int, ...], str]]:
+def outputs_and_scratch(
+    kernel: Kernel, problem: Problem, tile: Tile, device: Device = HOST
+) -> dict[str, tuple[tuple[int, ...], str]]:
     """{name: (shape, dtype)} of the outputs of `kernel`, and of the scratch of a launch."""
-    scratch = {name: (shape, "float32") for name, shape in scratch_of(kernel, problem, tile).items()}
+    sizes = pipeline.scratch_of(kernel, problem, tile, device)
+    scratch = {name: (shape, "float32") for name, shape in sizes.items()}
     return {**suite_of(kernel).outputs(problem), **scratch}
 
 

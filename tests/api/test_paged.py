@@ -211,10 +211,10 @@ def test_ragged_queries_and_the_compiler() -> None:
 
 
 def test_few_queries_per_sequence_choose_the_decoding_kernel() -> None:
-    tokens = sandbox.Problem(64, 8, 0, 4096, 128, Hk=2, dtype="bfloat16", page_size=16, ragged=(80, 0))
-    prompts = dataclasses.replace(tokens, ragged=(8192, 0))
-    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (tokens, prompts)]
-    assert chosen == ["fwd_decode", "fwd_wgmma"]
+    tokens = sandbox.Problem(64, 8, 4, 4096, 128, Hk=2, dtype="bfloat16", page_size=16, ragged=(80, 0))
+    problems = [tokens, *(dataclasses.replace(tokens, Sq=Sq, ragged=(8192, 0)) for Sq in (16, 17, 8192))]
+    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in problems]
+    assert chosen == ["fwd_decode", "fwd_decode", "fwd_wgmma", "fwd_wgmma"]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,83 @@ def test_boxes_of_pages(fields: dict[str, Any], device: Device) -> None:
     assert result.ok, f"{problem}: {result}"
 
 
+def mixed(draw: random.Random, **fields: Any) -> Problem:
+    """A step of an inference server: single tokens, some sequences with a few more, and chunks of prompts, shuffled."""
+    H, Hk = draw.choice(((8, 2), (4, 4), (16, 2)))
+    most = max(16 // (H // Hk), 1)  # queries of a short sequence
+    queries = [1] * draw.randint(0, 40) + [0, most, most + 1] + [draw.randint(most + 1, 150) for _ in "ab"]
+    draw.shuffle(queries)
+    lengths = tuple((n, draw.choice((n, n + draw.randint(0, 300), draw.randint(0, 40)))) for n in queries)
+    return Problem(0, H, 0, 0, 64, Hk=Hk, lengths=lengths, causal="bottom-right", **fields)
+
+
+@pytest.mark.parametrize("name", ["fwd_wgmma", "fwd_mma"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "bfloat16", "page_size": 16},
+        {"dtype": "float16", "page_size": 32, "window": (60, 0), "sink": True, "softcap": 3.0},
+        {"dtype": "bfloat16", "page_size": 1, "kv_dtype": "float8_e4m3"},
+    ],
+    ids=["plain", "options", "float8 keys"],
+)
+def test_long_and_short_sequences(name: str, fields: dict[str, Any], device: Device) -> None:
+    """Sampled batches have the results of their sequences alone. Two kernels share the rows: outputs are NaN before the
+    launch, and partial results of split keys are used by some batches."""
+    if "kv_dtype" in fields and name == "fwd_wgmma":
+        return
+    draw, kernel = random.Random(f"{SEED} {name} {fields}"), registry.get(name)
+    for _ in range(2 if device == HOST else 12):
+        problem = mixed(draw, **fields)
+        tile = pipeline.tile_on(device, kernel, problem)
+        own = pipeline.parts(kernel, tile, problem, device)
+        assert [(part.kernel.name, part.problem.part) for part in own] == [(name, "long"), ("fwd_decode", "short")]
+        result = check.verify(kernel, Case("long and short sequences", problem), device)
+        assert result.ok, f"SANDBOX_SEED={SEED}: {problem}: {result}"
+
+
+def test_partial_results_of_short_sequences(device: Device) -> None:
+    """Sequences of which all, some and no keys are split, beside those of the other kernel, with more and with fewer
+    blocks than sequences."""
+    lengths = ((1, 2000), (70, 90), (1, 3), (2, 1000), (0, 50), (4, 4), (1, 0), (5, 700)) * 2
+    problem = Problem(0, 8, 0, 0, 64, Hk=2, dtype="float16", lengths=lengths, page_size=16, causal="bottom-right")
+    short = dataclasses.replace(problem, part="short")
+    for blocks in (1, 7, 40):
+        tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=1)
+        given = inputs_of("forward", Case("short", short))
+        found = trial.launch(KERNEL, tile, short, given, device).outputs
+        alone = trial.launch(KERNEL, tile, problem, given, device).outputs
+        row = 0
+        for queries, _ in lengths:
+            rows = slice(row, row := row + queries)
+            if queries <= short.short_queries:
+                assert np.allclose(found["O"][:, :, rows], alone["O"][:, :, rows], atol=2e-3)
+                assert np.allclose(found["LSE"][:, :, rows], alone["LSE"][:, :, rows], atol=1e-3)
+            else:  # of the other kernel
+                assert np.isnan(found["LSE"][:, :, rows]).all()
+
+
+def test_two_kernels_where_sequences_may_be_short_and_long() -> None:
+    """One if all are short, or all queries are few, or pages or offsets are missing. The second one overlaps the first
+    and needs its own scratch."""
+    both = Problem(0, 8, 0, 0, 64, Hk=2, dtype="float16", lengths=((100, 200), (1, 4000)), page_size=16)
+    dense, tokens = dataclasses.replace(both, lengths=(), ragged=()), dataclasses.replace(both, lengths=((4, 9),) * 2)
+    packed = dataclasses.replace(both, page_size=0, pages=0, key_lengths=False, ragged=())
+    for name in ("fwd_wgmma", "fwd_mma", "fwd_decode", "fwd_block2d"):
+        kernel, found = registry.get(name), []
+        for problem in (both, dense, tokens, packed):
+            tile = pipeline.tile_on(HOST, kernel, problem)
+            own = pipeline.parts(kernel, tile, problem, HOST)
+            found.append(len(own))
+            assert ("partials" in pipeline.scratch_of(kernel, problem, tile, HOST)) is any(
+                part.kernel is KERNEL for part in own
+            )
+            assert [part.overlaps for part in own] == [False, True][: len(own)]
+        assert found == [2 if name in ("fwd_wgmma", "fwd_mma") else 1, 1, 1, 1]
+    chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (both, tokens)]
+    assert chosen == ["fwd_wgmma", "fwd_decode"]
+
+
 def test_pages_with_gaps_are_read_by_fwd_mma() -> None:
     """A tensor map has one stride for the rows of all pages."""
     rng = np.random.default_rng(0)

@@ -198,6 +198,11 @@ def test_the_tile_counter_is_cleared_at_each_launch() -> None:
     [
         ("fwd_wgmma", (), {"fwd_wgmma": False}, ()),
         ("fwd_wgmma", ((70, 70),), {"fwd_wgmma_clear": False, "fwd_wgmma": True}, ()),
+        (
+            *("fwd_wgmma", ((70, 70), (1, 6000))),
+            {"fwd_wgmma_clear": False, "fwd_wgmma": True, "fwd_decode": True, "fwd_decode_combine": True},
+            (),
+        ),
         ("bwd_wgmma", (), {"bwd_preprocess": False, "bwd_wgmma": True, "bwd_wgmma_postprocess": True}, ("dQ_accum",)),
         (
             *("bwd_wgmma", ((70, 70),)),
@@ -212,7 +217,7 @@ def test_launch_order_of_entries(
     """Entries that list work tiles or clear the tile counter are first. Entries with programmatic launch overlap with
     the preceding entry, but the first one does not overlap with earlier work of the stream."""
     kernel, (B, S) = registry.get(name), (0, 0) if lengths else (2, 70)
-    problem = Problem(B, 2, S, S, 96, dtype="float16", lengths=lengths)
+    problem = Problem(B, 2, S, S, 96, dtype="float16", lengths=lengths, page_size=16 * (len(lengths) > 1))
     given = inputs_of(kernel.computes, Case("when", problem))
     tile = choose.choose_tile(kernel, problem, None)
     made = trial.outputs_and_scratch(kernel, problem, tile).items()
