@@ -285,6 +285,9 @@ def test_float8_keys_are_read_at_as_many_bytes() -> None:
     paged, wide = dataclasses.replace(problem, page_size=16), dataclasses.replace(problem, D=256, Dv=256)
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in (problem, paged, wide)]
     assert [(t.BLOCK_N, t.STAGES) for t in tiles] == [(32, 3), (16, 5), (16, 5)]
+    few = [dataclasses.replace(problem, Sq=8, causal="bottom-right", page_size=size) for size in (0, 64, 16)]
+    tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in few]
+    assert [(t.BLOCK_M, t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 32, 8, 2)] * 2 + [(32, 16, 4, 3)]
     many = dataclasses.replace(problem, Sq=512, causal="bottom-right")
     chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (problem, paged, many)]
     assert chosen == ["fwd_decode", "fwd_decode", "fwd_mma"]
