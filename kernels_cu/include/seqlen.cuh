@@ -144,7 +144,7 @@ struct SeqlenInfo {
 #endif
         diagonal = score.bottom_right ? Sk - Sq : 0;
 #if PAGE_SIZE
-        if (CHECKED && threadIdx.x == 0) check_pages();
+        if (CHECKED) check_pages();
 #endif
     }
 #else
@@ -155,7 +155,7 @@ struct SeqlenInfo {
         if (score.bottom_right) diagonal = Sk - Sq;
 #endif
 #if PAGE_SIZE
-        if (CHECKED && threadIdx.x == 0) check_pages();
+        if (CHECKED) check_pages();
 #endif
     }
 #endif
@@ -230,6 +230,7 @@ struct SeqlenInfo {
         return score.block_table[b * score.block_table_stride_b + j / PAGE_SIZE * score.block_table_stride_i];
     }
     __device__ __forceinline__ KeyAddress key_address(int j) const {
+        if (CHECKED) check_page(j);
         return {min(max(page(j), 0), score.pages - 1), j % PAGE_SIZE};
     }
     template <class T>
@@ -257,10 +258,14 @@ struct SeqlenInfo {
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class... T>
     __device__ __forceinline__ void offset_keys(View<T>&...) const {}
+    // The length, and in one thread all pages. fwd_wgmma has this from other threads: it checks the pages that it reads.
     __device__ __forceinline__ void check_pages() const {
         require(score.key_lengths[b * score.key_lengths_stride_b] <= score.Sk,
                 "key_lengths has more keys than block_table has pages for");
-        for (int j = 0; j < Sk; j += PAGE_SIZE)
+        for (int j = 0; threadIdx.x == 0 && j < Sk; j += PAGE_SIZE) check_page(j);
+    }
+    __device__ __forceinline__ void check_page(int j) const {
+        if (0 <= j && j < Sk)
             require(0 <= page(j) && page(j) < score.pages, "block_table has a page that does not exist");
     }
 #else

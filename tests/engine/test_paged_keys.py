@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from project import SEED
+from project import ROOT, SEED
 
 import sandbox
 from sandbox.core import registry
@@ -414,6 +418,120 @@ def test_gather_pages() -> None:
         gather_pages(pages, table, lengths + 1)
     with pytest.raises(ValueError, match=r"key_lengths\[1\]=33: block_table has pages for 32 keys"):
         gather_pages(pages, table[[0, 0]], np.array([20, 33], np.int32))
+
+
+CHECKED = """
+import sys
+import numpy as np
+from sandbox.core import registry
+from sandbox.engine import pipeline
+from sandbox.spec import Problem
+from sandbox.verify import trial
+from sandbox.verify.cases import Case, inputs_of
+kernel, device = registry.get(sys.argv[1]), ("cuda", 0)
+problem = Problem(0, 4, 0, 0, 64, Hk=2, dtype="float16", lengths=((1, 40), (70, 70)), page_size=16)
+given = inputs_of("forward", Case("invalid", problem))
+name, index, value = sys.argv[2], eval(sys.argv[3]), int(sys.argv[4])
+if name:
+    given[name] = np.array(given[name])
+    given[name][index] = value
+trial.launch(kernel, pipeline.tile_on(device, kernel, problem), problem, given, device)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("fwd_wgmma", ("", "0", "0"), ""),
+        ("fwd_wgmma", ("block_table", "(0, 1)", "5000"), "block_table has a page that does not exist"),
+        ("fwd_wgmma", ("block_table", "(1, 4)", "-1"), "block_table has a page that does not exist"),
+        ("fwd_mma", ("key_lengths", "1", "5000"), "key_lengths has more keys than block_table has pages for"),
+        ("fwd_decode", ("cu_seqlens_q", "1", "72"), "cu_seqlens decreases"),
+    ],
+)
+def test_checked_kernels_report_invalid_pages(name: str, changed: tuple[str, str, str], said: str) -> None:
+    """In a separate process, because the CUDA context is lost. Two kernels share the sequences."""
+    environment = {**os.environ, "SANDBOX_CHECKED": "1"}
+    command = [sys.executable, "-c", CHECKED, name, *changed]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode == 0) is (said == ""), done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fwd_wgmma", "fwd_mma", "fwd_decode"])
+@pytest.mark.parametrize(
+    ("changed", "index", "value"),
+    [
+        ("block_table", (0, 1), 5000),
+        ("block_table", (1, 0), -7),
+        ("key_lengths", 1, 10**6),
+        ("key_lengths", 0, -3),
+        ("cu_seqlens_q", 1, 72),
+        ("cu_seqlens_q", 2, 10**6),
+        ("cu_seqlens_q", 0, -5),
+    ],
+)
+def test_invalid_pages_are_read_within_the_tensors(name: str, changed: str, index: Any, value: int) -> None:
+    """Memory around q and the pages is NaN, and their own is not: no result may be NaN. Nothing is written around the
+    results."""
+    torch = pytest.importorskip("torch")
+    problem = Problem(0, 4, 0, 0, 64, Hk=2, dtype="float16", lengths=((70, 70), (1, 40)), page_size=16)
+    given = inputs_of("forward", Case("invalid", problem))
+    given[changed] = np.array(given[changed])
+    given[changed][index] = value
+    guarded = {}
+    for which in "QKV":
+        x = np.nan_to_num(given[which]).swapaxes(1, 2)  # rows of all heads together, pages adjacent
+        axis = 1 if which == "Q" else 0
+        around = np.full((*x.shape[:axis], 3 * x.shape[axis], *x.shape[axis + 1 :]), np.nan, x.dtype)
+        inner = slice(x.shape[axis], 2 * x.shape[axis])
+        around[(slice(None),) * axis + (inner,)] = x
+        guarded[which] = torch.from_numpy(around).cuda()[(slice(None),) * axis + (inner,)]
+    q, k, v = guarded["Q"][0], guarded["K"], guarded["V"]
+    others = {n: torch.from_numpy(np.array(given[n])).cuda() for n in ("block_table", "key_lengths", "cu_seqlens_q")}
+    out = sandbox.attention_paged(
+        q, k, v, others["block_table"], others["key_lengths"], cu_seqlens_q=others["cu_seqlens_q"], kernel=name
+    )
+    torch.cuda.synchronize()
+    begins = np.clip(given["cu_seqlens_q"], 0, len(q))
+    rows = [row for first, end in itertools.pairwise(begins) for row in range(first, max(first, end))]
+    assert torch.isfinite(out[rows]).all()
+    kernel, device = registry.get(name), ("cuda", 0)
+    done = trial.launch(kernel, pipeline.tile_on(device, kernel, problem), problem, given, device)
+    assert done.stray_writes == ()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_of_long_and_short_sequences() -> None:
+    """Replayed after lengths, pages and the queries per sequence have changed: also with no long or no short ones."""
+    torch = pytest.importorskip("torch")
+    draw, size, most = torch.Generator("cuda").manual_seed(0), 32, 16
+    q = torch.randn(600, 8, 64, generator=draw, device="cuda").half()
+    k, v = (torch.randn(80, size, 2, 64, generator=draw, device="cuda").half() for _ in "kv")
+    table, lengths, offsets = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in ((4, most), 4, 5))
+
+    def call() -> Any:
+        return sandbox.attention_paged(q, k, v, table, lengths, cu_seqlens_q=offsets, causal=True, return_lse=True)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for queries, keys in (((1, 300, 0, 2), (500, 300, 7, 400)), ((1, 1, 1, 1), (5, 0, 512, 33)),
+                          ((200, 100, 300, 0), (200, 512, 300, 0)), ((1, 590, 4, 5), (512, 512, 4, 100))):  # fmt: skip
+        table.copy_(torch.randint(0, 80, (4, most), generator=draw, device="cuda"))
+        lengths.copy_(torch.tensor(keys))
+        offsets.copy_(torch.tensor([0, *itertools.accumulate(queries)]))
+        graph.replay()
+        gathered = [gather_pages(x.cpu().numpy(), table.cpu().numpy(), lengths.cpu().numpy()) for x in (k, v)]
+        for b, (first, n, m) in enumerate(zip(offsets.tolist(), queries, keys, strict=False)):
+            own = q[first : first + n].cpu().numpy().swapaxes(0, 1)[None], *(x[b : b + 1, :, :m] for x in gathered)
+            O, LSE = sandbox.reference.attention(*own, causal=True)
+            assert np.allclose(out[first : first + n].float().cpu().numpy().swapaxes(0, 1), O[0], atol=4e-3)
+            assert np.allclose(lse[:, first : first + n].cpu().numpy(), LSE[0], atol=1e-3)
 
 
 @pytest.mark.gpu
