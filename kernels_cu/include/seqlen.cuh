@@ -258,7 +258,8 @@ struct SeqlenInfo {
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class... T>
     __device__ __forceinline__ void offset_keys(View<T>&...) const {}
-    // The length, and in one thread all pages. fwd_wgmma has this from other threads: it checks the pages that it reads.
+    // The length, and in one thread all pages. fwd_wgmma has this from other threads: it checks the pages that it
+    // reads.
     __device__ __forceinline__ void check_pages() const {
         require(score.key_lengths[b * score.key_lengths_stride_b] <= score.Sk,
                 "key_lengths has more keys than block_table has pages for");
