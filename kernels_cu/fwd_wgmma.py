@@ -1,6 +1,7 @@
 """Spec of `fwd_wgmma.cu`."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
@@ -39,6 +40,7 @@ def most_keys(p: Problem) -> int:
     return 96 if width <= 64 else 80 if width <= 128 else 48
 
 
+@lru_cache(maxsize=64)  # called for every tile; a replaced problem is validated
 def pure(p: Problem) -> bool:
     """Whether no score option is used; the batch may be ragged or paged."""
     if p.page_size:  # key_lengths belongs to pages
