@@ -149,6 +149,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
     int group,                                      // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
+    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
     const int h = blockIdx.y, batch = blockIdx.z;
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const RowTile tile = query_tile<BLOCK_M>(score, CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, batch);

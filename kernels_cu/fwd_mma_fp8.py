@@ -54,6 +54,7 @@ kernel = Kernel(
     default=True,
     ragged=True,
     paged=True,
+    short_sequences="fwd_decode",
     summary="8-bit tensor cores (mma.sync): V is transposed by byte permutations between shared memory and MMA",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(8, 9),
