@@ -226,7 +226,9 @@ def test_the_first_block_stores_and_others_add(run_hopper: Run, monkeypatch: pyt
 
 
 @on_cpu
-@pytest.mark.parametrize("wait", ["counter_wait(counter, 1 << 16);  // the others", "tma_store_wait_complete();  // the first"])
+@pytest.mark.parametrize(
+    "wait", ["counter_wait(counter, 1 << 16);  // the others", "tma_store_wait_complete();  // the first"]
+)
 def test_stores_without_a_wait_complete_last(run_hopper: Run, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "3")
     assert np.array_equal(ordered_sums(run_hopper, ORDERED.replace(wait, "")), [1, 2, 3, 4])
