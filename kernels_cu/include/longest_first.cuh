@@ -181,8 +181,8 @@ struct LongestFirst {
     }
 
     // The number-th work tile of all heads, invalid if there are fewer. `heads` are query heads (QueryTileOrder) or
-    // key/value heads (KeyTileOrder; with SPLIT_GROUP query heads); `group` is H / Hk, or with SPLIT_GROUP 1. All lanes of
-    // the warp call it.
+    // key/value heads (KeyTileOrder; with SPLIT_GROUP query heads); `group` is H / Hk, or with SPLIT_GROUP 1. All lanes
+    // of the warp call it.
     __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned group) const {
         const unsigned all = count(-1);
         if (number >= all * heads) return {-1};
