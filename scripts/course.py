@@ -23,6 +23,7 @@ from typing import Any
 
 from mutation import ROOT
 
+from sandbox.bench.ladder import write_table
 from sandbox.core import jsonl, registry
 from sandbox.course import faults
 from sandbox.course.faults import Fault
@@ -218,13 +219,6 @@ def counted(rows: list[Row]) -> str:
     return f"{said}."
 
 
-def write(text: str) -> None:
-    """Writes the table between its markers."""
-    begin, end = "<!-- planted faults: written by scripts/course.py table -->\n", "<!-- end of planted faults -->"
-    before, _, rest = TABLE.read_text().partition(begin)
-    TABLE.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}")
-
-
 def _cpu_seconds() -> float:
     """CPU time of this process and its descendants."""
     ticks, parents = {}, {}
@@ -247,7 +241,7 @@ def main() -> None:
     parser.add_argument("numbers", nargs="*", type=int, help="numbers of faults")
     arguments = parser.parse_args()
     if arguments.what == "table":
-        write(table(stored()))
+        write_table(TABLE, "planted faults", Path(__file__), table(stored()))
         return
     chosen = arguments.numbers or list(faults.every())
     measuring = arguments.what == "measure"

@@ -60,12 +60,22 @@ def ladder_markdown(rows: Sequence[Row], against: str) -> str:
     return "\n".join([*lines, "", said]) + "\n"
 
 
+def project_of(script: Path) -> Path:
+    """The folder of the project, which has docs/, that a script belongs to. Raises SpecError if there is none."""
+    for folder in script.resolve().parents:
+        if (folder / "docs").is_dir():
+            return folder
+    raise SpecError(f"{script} is not in a project: none of its folders contains docs/")
+
+
 def write_table(path: Path, name: str, script: Path, text: str) -> None:
-    """Writes `text` between two markers of a file, which name the table and the experiment's script that writes it.
+    """Writes `text` between two markers of a file, which name the table and the script that writes it, by its path in
+    the project.
 
     Raises SpecError if the markers are missing.
     """
-    begin = f"<!-- {name}: written by experiments/{script.parent.name}/{script.name} table -->\n"
+    shown = script.resolve().relative_to(project_of(script)).as_posix()
+    begin = f"<!-- {name}: written by {shown} table -->\n"
     end = f"<!-- end of {name} -->"
     before, found, rest = path.read_text().partition(begin)
     _, closing, after = rest.partition(end)

@@ -49,7 +49,8 @@ def test_a_table_says_what_a_matrix_product_reached() -> None:
 
 
 def test_a_table_goes_between_its_markers(tmp_path: Path) -> None:
-    page, script = tmp_path / "page.md", Path("experiments/003_forward_paper/run.py")
+    page, script = tmp_path / "page.md", tmp_path / "experiments" / "003_forward_paper" / "run.py"
+    (tmp_path / "docs").mkdir()
     begin, end = "<!-- ladder: written by experiments/003_forward_paper/run.py table -->", "<!-- end of ladder -->"
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     ladder.write_table(page, "ladder", script, "new\n")
