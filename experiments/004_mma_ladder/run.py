@@ -8,43 +8,26 @@ python experiments/004_mma_ladder/run.py check       verifies the first and the 
 from __future__ import annotations
 
 import argparse
-import itertools
 from pathlib import Path
 
 from steps import LADDER, VARIANTS, WIDTHS, find
 
-from sandbox.bench.ladder import write_table
-from sandbox.bench.rows import read_rows
-from sandbox.bench.steps import Ladder
+from sandbox.bench.steps import Ladder, problems
 from sandbox.spec import Problem
 
-HERE = Path(__file__).resolve().parent
-ROWS = HERE / "results.jsonl"
-PROBLEMS = [
-    Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)
-    for D, causal, S in itertools.product(WIDTHS, (False, "bottom-right"), (1024, 4096, 16384))
-]
+SMALL = Problem(1, 2, 77, 150, 64, Hk=1, dtype="float16", causal="bottom-right")  # grouped heads, partial tiles
 OTHERS = {"fwd_mma": "the kernel itself: the last step, and NaN and inf behind a mask do not reach the output",
           "sdpa-flash": "FlashAttention-2, PyTorch's kernel"}  # fmt: skip
-MMA = Ladder(LADDER, find, WIDTHS, PROBLEMS, VARIANTS, OTHERS)
+MMA = Ladder(LADDER, find, WIDTHS, problems(WIDTHS), VARIANTS, OTHERS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "table", "check"])
-    what = parser.parse_args().what
-    if what == "check":  # grouped heads, causal, ragged tiles
-        small = Problem(1, 2, 77, 150, 64, Hk=1, dtype="float16", causal="bottom-right")
-        for line in MMA.check(small, (LADDER[0], LADDER[-1])):
-            print(line, flush=True)
-        return
-    if what == "measure":
-        for line in MMA.measure(ROWS):
-            print(line, flush=True)
-    rows = read_rows(ROWS)
-    write_table(HERE / "README.md", "mma ladder", Path(__file__), MMA.gain_table(rows))
-    if rows:
-        write_table(HERE.parent.parent / "docs" / "ladders.md", "mma ladder", Path(__file__), MMA.speed_table(rows))
+    parser.add_argument("command", choices=Ladder.COMMANDS)
+    for line in MMA.run(
+        parser.parse_args().command, Path(__file__), "mma ladder", small=SMALL, checked=(LADDER[0], LADDER[-1])
+    ):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

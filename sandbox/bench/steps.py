@@ -5,16 +5,18 @@ Used by experiments: times every step in one interleaved run, and writes tables 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, ClassVar
 
 from ..core import registry
 from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
+from ..core.normalise import Causal
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
@@ -23,6 +25,7 @@ from ..launch.dlpack import HOST
 from ..verify import check as checking
 from ..verify.cases import Case
 from . import benchmark, peers
+from .ladder import project_of, write_table
 from .peers import Contender, Ready
 from .rows import Row, by_problem, read_rows, recorded
 from .timing import Limits
@@ -47,6 +50,19 @@ class Step:
         return {**self.changes, **(self.at_128 if D == 128 else {})}
 
 
+def problems(widths: Iterable[int]) -> list[Problem]:
+    """The problems of a ladder: 16k tokens, hidden size 2048, without and with a causal mask."""
+    return [
+        Problem(16384 // S, 2048 // D, S, S, D, dtype="float16", causal=causal)
+        for D, causal, S in itertools.product(widths, _MASKS, (1024, 4096, 16384))
+    ]
+
+
+_MASKS: tuple[Causal, ...] = (False, "bottom-right")
+# Grouped heads, several work tiles per head, partial tiles.
+SMALL = Problem(1, 2, 277, 350, 64, Hk=1, dtype="float16", causal="bottom-right")
+
+
 @dataclass(frozen=True)
 class Ladder:
     """`find(step, D)`: the kernel and tile of a step at head dimension D; None if the step changes nothing there.
@@ -58,6 +74,29 @@ class Ladder:
     problems: Sequence[Problem]
     variants: tuple[Step, ...] = ()
     others: Mapping[str, str] = field(default_factory=dict)
+
+    COMMANDS: ClassVar = ("measure", "table", "check")
+
+    def run(
+        self, command: str, script: Path, name: str, *, seconds: float = 0.2, small: Problem = SMALL,
+        checked: Sequence[Step] = (),
+    ) -> Iterator[str]:  # fmt: skip
+        """One of COMMANDS of an experiment's `script`; yields a line per result. `name`: of the table of gains in the
+        README.md next to it, and of the table of speeds in docs/ladders.md.
+
+        "measure" appends to results.jsonl and then writes the tables, as "table" does, from its rows. "check" verifies
+        `checked` (default: all steps) on `small`, without a GPU.
+        """
+        if command == "check":
+            yield from self.check(small, checked or self.steps)
+            return
+        stored = script.with_name("results.jsonl")
+        if command == "measure":
+            yield from self.measure(stored, seconds)
+        rows = read_rows(stored)
+        write_table(script.with_name("README.md"), name, script, self.gain_table(rows))
+        if rows:
+            write_table(project_of(script) / "docs" / "ladders.md", name, script, self.speed_table(rows))
 
     # ---- measuring
 
