@@ -44,16 +44,7 @@ constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
-    for (unsigned stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(KPipeline::full(base, stage), 1);
-        mbarrier_init(VPipeline::full(base, stage), 1);
-        mbarrier_init(KPipeline::empty(base, stage), 4 * CONSUMERS);  // one lane of each consumer warp
-        mbarrier_init(VPipeline::empty(base, stage), 4 * CONSUMERS);
-    }
-    for (unsigned consumer = 0; consumer < CONSUMERS; ++consumer) {
-        mbarrier_init(FullQ::at(base, consumer), 1);
-        mbarrier_init(EmptyQ::at(base, consumer), 4);  // one lane of each warp
-    }
+    init_QKV_barriers<KPipeline, VPipeline, FullQ, EmptyQ>(base, CONSUMERS);
     Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
     if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();

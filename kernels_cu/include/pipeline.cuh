@@ -65,3 +65,20 @@ struct TilePipeline : Pipeline<BARRIERS_AT> {
         Tile::load(base + tile_at(i), map, s, h, b, TilePipeline::full(base, stage_of(i)), more);
     }
 };
+
+// Initialises the barriers of K, V and Q for `consumers` warpgroups, of which each has a tile of Q. A full barrier
+// counts one arrival (the thread that starts the TMA load, with its bytes), an empty one a lane of each warp that
+// reads.
+template <class KPipeline, class VPipeline, class FullQ, class EmptyQ>
+__device__ __forceinline__ void init_QKV_barriers(SmemAddr base, unsigned consumers) {
+    for (unsigned stage = 0; stage < STAGES; ++stage) {
+        mbarrier_init(KPipeline::full(base, stage), 1);
+        mbarrier_init(VPipeline::full(base, stage), 1);
+        mbarrier_init(KPipeline::empty(base, stage), 4 * consumers);
+        mbarrier_init(VPipeline::empty(base, stage), 4 * consumers);
+    }
+    for (unsigned consumer = 0; consumer < consumers; ++consumer) {
+        mbarrier_init(FullQ::at(base, consumer), 1);
+        mbarrier_init(EmptyQ::at(base, consumer), 4);
+    }
+}
