@@ -6,8 +6,7 @@
 // clang-format off
 //   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    BLOCK_N = 128, dQ-store warps: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
-//                 BLOCK_N = 64: consumers add dQ from registers (red.global.add); these warps order the additions if DETERMINISTIC
+//   warps 2, 3    dQ-store warps, BLOCK_N = 128: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
 //   consumers     S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K
 //     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, BLOCK_N = 128; S1: S^T of m_block 1
 //     others          | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong: one consumer
@@ -16,21 +15,19 @@
 //   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM in 129 ... 192 and
 //     HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers (bwd_consumer_narrow_v.cuh).
 //   BLOCK_N = 64 (other HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns of dK, dV and dQ
-//     (bwd_consumer_wide.cuh). No ping-pong; dQ is computed in the same iteration: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
+//     (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ... It adds dQ to dQ_accum from registers
+//     (red.global.add); warps 2 and 3 do nothing or, if DETERMINISTIC, order these additions.
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P [2][BLOCK_M][BLOCK_N], if BLOCK_N = 64 |
 //                  dQ, if BLOCK_N = 128 | bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 // Blocks add to dQ_accum in any order, so the last bits of dQ vary between runs; those of dK and dV do not. With
-// DETERMINISTIC (bwd_wgmma_deterministic) a semaphore orders the additions (dq_semaphore.cuh). dQ_accum has the layout
-// of the accumulator registers; `bwd_wgmma_postprocess` converts and scales it. Warp roles: FlashAttention-3 (Shah et
-// al. 2024, arXiv:2407.08608). Tile and grid: bwd_wgmma.py. Names that end in _AT: offsets in shared memory, bytes.
-//
-// Building blocks: bwd_consumer.cuh, bwd_consumer_narrow_v.cuh, bwd_consumer_wide.cuh (the mainloop, `bwd_step`),
-// bwd_consumer_keys.cuh (what the first two share; dQ-store warps), bwd_mma_steps.cuh, bwd_fragment.cuh (score, mask,
-// bias, dropout), bwd_epilogue.cuh (stores of dK and dV), bwd_tiles.cuh, bwd_load.cuh, m_block_range.cuh (order of
-// m_blocks), tile_scheduler_bwd.cuh (work tile of a block), dq_semaphore.cuh (additions to dQ), bwd_postprocess.cuh,
-// non_finite.cuh.
+// DETERMINISTIC (bwd_wgmma_deterministic) a semaphore orders the additions (dq_semaphore.cuh). Warp roles:
+// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it: docs/hopper-backward.md. _AT: offsets,
+// bytes. Building blocks: bwd_consumer.cuh, bwd_consumer_narrow_v.cuh, bwd_consumer_wide.cuh (the mainloop,
+// `bwd_step`), bwd_consumer_keys.cuh (what the first two share; dQ-store warps), bwd_mma_steps.cuh, bwd_fragment.cuh
+// (score, mask, bias, dropout), bwd_epilogue.cuh, bwd_tiles.cuh, bwd_load.cuh, m_block_range.cuh (order of m_blocks),
+// tile_scheduler_bwd.cuh (work tile of a block), dq_semaphore.cuh (additions to dQ), bwd_postprocess.cuh.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
@@ -361,8 +358,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const int col0 = BLOCK_M == 128 ? 0 : DQ_COLS * consumer;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
-    const float* from =
-        dQ_accum + accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS + warp * 128;
+    const float* from = dQ_accum + accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS +
+                        warp * DQ_FRAGMENT_FLOATS;
     const Range keys = Head(score, tile_rows.b, h).keys(tile_rows.row0, tile_rows.row0 + BLOCK_M);
     const unsigned* const dQ_semaphore =
         reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_INDEX + 2 * tile + consumer;
@@ -370,18 +367,20 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     // these were zeroed before the launch.
     const bool no_keys = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *dQ_semaphore == 0;
     if constexpr (NARROW_V) {  // a consumer owns a slab of dQ and half of the third slab, see mma_own_dQ
-        const int third = 128 + 32 * consumer;
+        const int third_slab_col = 128 + 32 * consumer;
         const bool non_finite =
-            write_dQ_fragments<16, 64, 512>(dQ, sequence, h, row0, 64 * consumer, lane, from, score.scale, no_keys) |
-            write_dQ_fragments<16, 32, 512>(dQ, sequence, h, row0, third, lane, from + 8 * 512, score.scale, no_keys);
+            write_dQ_fragments<16, 64, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, 64 * consumer, lane, from, score.scale,
+                                                        no_keys) |
+            write_dQ_fragments<16, 32, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, third_slab_col, lane,
+                                                        from + 8 * DQ_CHUNK_FLOATS, score.scale, no_keys);
         if (!non_finite) return;
         query_gradients_non_finite<16, 64>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 64 * consumer);
-        return query_gradients_non_finite<16, 32>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, third);
+        return query_gradients_non_finite<16, 32>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, third_slab_col);
     }
-    const bool non_finite =
-        DQ_COLS_OF_CONSUMER_1 < DQ_COLS && consumer == 1
-            ? write_dQ_fragments<16, DQ_COLS_OF_CONSUMER_1, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale,
-                                                                 no_keys)
-            : write_dQ_fragments<16, DQ_COLS, 512>(dQ, sequence, h, row0, col0, lane, from, score.scale, no_keys);
+    const bool non_finite = DQ_COLS_OF_CONSUMER_1 < DQ_COLS && consumer == 1
+                                ? write_dQ_fragments<16, DQ_COLS_OF_CONSUMER_1, DQ_CHUNK_FLOATS>(
+                                      dQ, sequence, h, row0, col0, lane, from, score.scale, no_keys)
+                                : write_dQ_fragments<16, DQ_COLS, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, col0, lane,
+                                                                                   from, score.scale, no_keys);
     if (non_finite) query_gradients_non_finite<16, DQ_COLS>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, col0);
 }

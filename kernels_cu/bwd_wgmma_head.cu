@@ -293,12 +293,12 @@ __device__ __forceinline__ void postprocess(const HeadBlock& block, const View<d
     const int tiles = (block.head0.Sq + BLOCK_M - 1) / BLOCK_M, row0 = 64 * consumer + warp % 4 * 16;
 #pragma unroll 1
     for (int first = 0; first < block.group * tiles; first += TILES_PER_PASS) {
-        dQFragment<D_PAD> rows[TILES_PER_PASS];
+        dQFragment<D_PAD, DQ_CHUNK_FLOATS> rows[TILES_PER_PASS];
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {
             const int tile = min(first + t, block.group * tiles - 1);
             rows[t].load(block.dQ_tile(tile / tiles, tile % tiles * BLOCK_M) + consumer * DQ_CONSUMER_FLOATS +
-                         warp % 4 * 128);
+                         warp % 4 * DQ_FRAGMENT_FLOATS);
         }
 #pragma unroll
         for (int t = 0; t < TILES_PER_PASS; ++t) {

@@ -339,7 +339,8 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postpr
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row0 = blockIdx.x * BLOCK_M + 64 * consumer + 16 * warp;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
-    const float* from = dQ_accum + ACCUM_INDEX + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS + warp * 128;
-    if (write_dQ_fragments<16, D_PAD, 512>(dQ, sequence, h, row0, 0, lane, from, score.scale))
+    const float* from =
+        dQ_accum + ACCUM_INDEX + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS + warp * DQ_FRAGMENT_FLOATS;
+    if (write_dQ_fragments<16, D_PAD, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, 0, lane, from, score.scale))
         query_gradients_non_finite<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 0);
 }

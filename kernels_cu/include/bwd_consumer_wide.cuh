@@ -69,7 +69,8 @@ struct ConsumerWarpgroup {
     }
     // Address in dQ_accum of the lane's first accumulator.
     __device__ __forceinline__ float* dQ_address() const {
-        return block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS + warp % 4 * 128 + threadIdx.x % 32 * 4;
+        return block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS + warp % 4 * DQ_FRAGMENT_FLOATS +
+               threadIdx.x % 32 * 4;
     }
 
     // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
@@ -166,8 +167,8 @@ struct ConsumerWarpgroup {
 #pragma unroll
         for (int k = 0; k < COLS / 2; k += 4) {
             const float accum[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-            if (STORES) store_floats(to + k * 128, accum);
-            else add_floats(to + k * 128, accum);
+            if (STORES) store_floats(to + k / 4 * DQ_CHUNK_FLOATS, accum);
+            else add_floats(to + k / 4 * DQ_CHUNK_FLOATS, accum);
         }
     }
 

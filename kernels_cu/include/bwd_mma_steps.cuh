@@ -80,12 +80,14 @@ __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsig
     }
 }
 
-// Writes a consumer's accumulators of dQ to `part`, its part of the dQ tile in shared memory, in the order of dQ_accum.
+// Writes a consumer's accumulators of dQ to `part`, its part of the dQ tile in shared memory, in the layout of
+// dQ_accum.
 template <int R>
 __device__ __forceinline__ void stage_dQ(SmemAddr part, const float (&dQ)[R]) {
     const SmemAddr to = part + thread_index_x() % 128 * 16;
 #pragma unroll
-    for (int k = 0; k < R; k += 4) store_floats(to + k * 512, dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
+    for (int k = 0; k < R; k += 4)
+        store_floats(to + k / 4 * (4 * DQ_CHUNK_FLOATS), dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]);
 }
 
 // One lane (`arrives`) arrives for its warp: the stage of tile i may be overwritten. All lanes' reads precede the

@@ -46,23 +46,24 @@ __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const 
     return !__all_sync(0xffffffffu, zero == 0.0f);
 }
 
-// 16 rows of dQ, COLUMNS columns: loaded from dQ_accum, converted and stored by one warp. The loads of several
-// fragments can overlap.
-template <int COLUMNS>
+// 16 rows of dQ, COLUMNS columns: loaded from dQ_accum, converted and stored by one warp. As write_dQ_fragments, but in
+// two steps, so that the loads of several fragments can overlap.
+template <int COLUMNS, int CHUNK_STRIDE>
 struct dQFragment {
-    static constexpr int ITEMS =
-        (COLUMNS + 31) / 32;  // per lane: 8 columns of two rows each; adjacent lanes have adjacent columns
+    // An item is 8 columns of two rows; adjacent lanes have adjacent columns. 8 pairs of rows have COLUMNS items.
+    static constexpr int CHUNKS = COLUMNS / 8, ALL_ITEMS = 8 * CHUNKS,
+                         ITEMS = (ALL_ITEMS + 31) / 32;  // ITEMS: per lane
     float accum[ITEMS][2][8];
 
     static __device__ __forceinline__ int item(int n) { return n * 32 + threadIdx.x % 32; }
-    static __device__ __forceinline__ int chunk(int n) { return item(n) % (COLUMNS / 8); }
-    static __device__ __forceinline__ int row(int n) { return item(n) / (COLUMNS / 8); }
+    static __device__ __forceinline__ int chunk(int n) { return item(n) % CHUNKS; }
+    static __device__ __forceinline__ int row(int n) { return item(n) / CHUNKS; }
 
     // `from` is the start of the warp's part of the tile.
     __device__ __forceinline__ void load(const float* from) {
 #pragma unroll
         for (int n = 0; n < ITEMS; ++n)
-            if (item(n) < COLUMNS) load_fragment_rows(accum[n], from + chunk(n) * 512, row(n));
+            if (item(n) < ALL_ITEMS) load_fragment_rows(accum[n], from + chunk(n) * CHUNK_STRIDE, row(n));
     }
     // Stores query rows row0 .. row0 + 16, scaled; zeros if no_keys. Returns whether all values of the lane are finite.
     __device__ __forceinline__ bool store(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
@@ -70,7 +71,7 @@ struct dQFragment {
         float zero = 0.0f;
 #pragma unroll
         for (int n = 0; n < ITEMS; ++n) {
-            if (item(n) >= COLUMNS) break;
+            if (item(n) >= ALL_ITEMS) break;
             for (int k = 0; k < (no_keys ? 16 : 0); ++k) accum[n][k / 8][k % 8] = 0.0f;
             write_dQ_rows(dQ, sequence, h, row0 + row(n), 8 * chunk(n), accum[n], scale, zero);
         }
