@@ -23,8 +23,9 @@
 // clang-format on
 // Blocks add to dQ_accum in any order, so the last bits of dQ vary between runs; those of dK and dV do not. With
 // DETERMINISTIC (bwd_wgmma_deterministic) a semaphore orders the additions (dq_semaphore.cuh). Warp roles:
-// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it: docs/hopper-backward.md. _AT: offsets,
-// bytes. Building blocks: bwd_consumer.cuh, bwd_consumer_narrow_v.cuh, bwd_consumer_wide.cuh (the mainloop,
+// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it: docs/hopper-backward.md.
+//
+// Building blocks: bwd_consumer.cuh, bwd_consumer_narrow_v.cuh, bwd_consumer_wide.cuh (the mainloop,
 // `bwd_step`), bwd_consumer_keys.cuh (what the first two share; dQ-store warps), bwd_mma_steps.cuh, bwd_fragment.cuh
 // (score, mask, bias, dropout), bwd_epilogue.cuh, bwd_tiles.cuh, bwd_load.cuh, m_block_range.cuh (order of m_blocks),
 // tile_scheduler_bwd.cuh (work tile of a block), dq_semaphore.cuh (additions to dQ), bwd_postprocess.cuh.
@@ -116,7 +117,7 @@ using FullV = BarrierArray<FullK::END, 1>;
 using Barriers = BwdBarriers<FullV::END>;
 using QPipeline = Barriers::QPipeline;
 using dOPipeline = Barriers::dOPipeline;
-constexpr unsigned WORK_TILE_AT = Barriers::END;  // see draw_ticket
+constexpr unsigned WORK_TILE_AT = Barriers::END;  // see fetch_tile_number
 static_assert(WORK_TILE_AT + 32 <= MAP_AT, "mbarriers and the work tile have 256 bytes");
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
@@ -264,7 +265,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const int heads_per_work_tile = query_heads_per_work_tile(group);
     if (threadIdx.x == 0) {
         init_barriers(base);
-        draw_ticket(smem + WORK_TILE_AT, dQ_accum);
+        fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
     if (Head::MAPPED) {
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group), B);

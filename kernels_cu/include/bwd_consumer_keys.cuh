@@ -12,24 +12,24 @@ __device__ __forceinline__ SmemAddr own_dQ(SmemAddr base, unsigned consumer) {
 
 // A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
 __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
-    dQOrder<BwdBlock> order{block};
+    dQAccumulation<BwdBlock> accumulation{block};
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         // Recomputed with a block map, where keeping it spills.
         const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;
         TIMELINE(wait_dQ);
-        order.acquire(head, m0, consumer);
+        accumulation.wait_turn(head, m0, consumer);
         mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);
         TIMELINE(store_dQ);
         float* const to = block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS;
         const SmemAddr from = own_dQ(block.base, consumer);
-        const bool first = order.ready(head, m0, consumer);
+        const bool stores = accumulation.claim_first_store(head, m0, consumer);
         const unsigned bytes = 4 * 64 * (consumer ? DQ_COLS_OF_CONSUMER_1 : DQ_COLS);
-        if (first) bulk_store(to, from, bytes);
+        if (stores) bulk_store(to, from, bytes);
         else tma_reduce_add(to, from, bytes);
         tma_store_commit();
         tma_store_wait_read();
         mbarrier_arrive(Barriers::EmptydQ::at(block.base, NARROW_V ? consumer ^ 1 : consumer));
-        order.release(head, m0, consumer);
+        accumulation.signal_done(head, m0, consumer);
     });
     TIMELINE(done);
 }

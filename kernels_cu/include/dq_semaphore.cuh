@@ -3,12 +3,12 @@
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
-// Layout of dQ_accum: the tile counter (see draw_ticket); from SEMAPHORES_INDEX on two semaphores per query tile, one
-// per consumer; the accumulators. These start at a multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if
-// consumers add to dQ_accum themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time.
-// DETERMINISTIC: a semaphore counts the work tiles that have added to the consumer's half of the query tile. Blocks add
-// to a query tile in the order of their work tiles. The first one stores, so that only the tile counter and the
-// semaphores have to be zeroed.
+// Layout of dQ_accum, in elements of 4 bytes: at 0 the tile counter (fetch_tile_number), padded to 16 bytes; from
+// SEMAPHORES_INDEX on two semaphores per dQ tile, one per consumer; the accumulators (bwd_tiles.cuh). These start at a
+// multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if consumers add to dQ_accum themselves (BLOCK_N =
+// 64), the 512 bytes that a warp adds at a time. DETERMINISTIC: a semaphore counts the work tiles that have added to
+// the consumer's half of the dQ tile. Blocks add to a dQ tile in the order of their work tiles. The first one stores,
+// so that only the tile counter and the semaphores have to be zeroed.
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
 constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));
@@ -18,9 +18,11 @@ __device__ __forceinline__ long long accumulators_index(long long query_tiles) {
                : 0;
 }
 
-// Not DETERMINISTIC: the first block that increments a tile's semaphore stores, so that the accumulators need not be
-// zeroed or read. When its store is complete, it adds FIRST_STORED to the semaphore; blocks that arrive earlier wait
-// for this. The first block never waits, so there is no deadlock.
+// Not DETERMINISTIC: there is no order, but the first block that increments a tile's semaphore stores, so that the
+// accumulators need not be zeroed or read. When its store is complete, it adds FIRST_STORED to the semaphore; blocks
+// that arrive earlier wait for this. The first block never waits, so there is no deadlock. Bits 0 to 15 of the
+// semaphore count the blocks that have arrived before that (a head has fewer than 65536 n_blocks), bit 16 is
+// FIRST_STORED.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
 // Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a
@@ -32,35 +34,37 @@ constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && 
 // = 128, where iterations are longer.
 constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M == 64;
 
-// Orders the additions of one dQ-store warp to its consumer's halves of dQ tiles. For each tile, in this order:
-// acquire, ready, the store or addition, release. Block: see BwdBlock.
+// When a dQ-store warp may store or add its consumer's halves of dQ tiles, and which of the two. For each tile, in this
+// order: wait_turn, claim_first_store, the store or addition, signal_done. Block: see BwdBlock.
 template <class Block>
-struct dQOrder {
+struct dQAccumulation {
     const Block& block;
     bool semaphore_reached = false;  // whether the next tile's semaphore has reached its target: SEMAPHORE_PREFETCH
-    bool already_stored, first;      // whether another block has stored already; whether this block stores
+    bool already_stored;             // another block has stored already
+    bool this_block_stores;          // instead of adding
 
-    // While the consumer computes dQ.
-    __device__ __forceinline__ void acquire(int head, int m0, unsigned consumer) {
+    // Called while the consumer computes dQ. DETERMINISTIC: waits for the additions that precede this one.
+    __device__ __forceinline__ void wait_turn(int head, int m0, unsigned consumer) {
         if (DETERMINISTIC && !(SEMAPHORE_PREFETCH && semaphore_reached))
             counter_wait(block.dQ_semaphore(head, m0, consumer), block.semaphore_target(m0));
         // Usually another block has stored already; reading the counter early hides its latency.
         already_stored = SEMAPHORE_EARLY && counter_reached(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
     }
-    // When dQ is ready. Returns true if the block has to store dQ, false if it has to add dQ.
-    __device__ __forceinline__ bool ready(int head, int m0, unsigned consumer) {
-        first = DETERMINISTIC && block.semaphore_target(m0) == 0;
+    // Called when dQ is in shared memory. Returns whether the block stores dQ; otherwise it adds dQ. Not DETERMINISTIC:
+    // arrives at the semaphore and, if another block's store is not complete, waits for it.
+    __device__ __forceinline__ bool claim_first_store(int head, int m0, unsigned consumer) {
+        this_block_stores = DETERMINISTIC && block.semaphore_target(m0) == 0;
         // The counter is incremented only when dQ is ready, so that the first block never waits.
         if (FIRST_BLOCK_STORES && !already_stored) {
             const unsigned arrived_before = counter_fetch_add(block.dQ_semaphore(head, m0, consumer));
-            first = arrived_before == 0;
-            if (!first && arrived_before < FIRST_STORED)
+            this_block_stores = arrived_before == 0;
+            if (!this_block_stores && arrived_before < FIRST_STORED)
                 counter_wait(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
         }
-        return first;
+        return this_block_stores;
     }
-    // After the store or addition, which TMA may not have completed.
-    __device__ __forceinline__ void release(int head, int m0, unsigned consumer) {
+    // Called after the store or addition, which TMA may not have completed.
+    __device__ __forceinline__ void signal_done(int head, int m0, unsigned consumer) {
         if (DETERMINISTIC && !SEMAPHORE_PREFETCH) tma_store_wait_complete();
         if (SEMAPHORE_PREFETCH) {
             int next_head = head, next_m0 = block.m_blocks.next(m0);
@@ -72,7 +76,7 @@ struct dQOrder {
             counter_arrive_acquire(block.dQ_semaphore(head, m0, consumer));
             semaphore_reached = semaphore_value >= block.semaphore_target(next_m0);
         }
-        if (FIRST_BLOCK_STORES && first) {
+        if (FIRST_BLOCK_STORES && this_block_stores) {
             tma_store_wait_complete();
             counter_arrive(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
         }

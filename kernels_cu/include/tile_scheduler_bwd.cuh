@@ -80,9 +80,9 @@ struct BwdWorkTile {
     }
 };
 
-// The block's work tile in shared memory, at `slot`: its ticket from the tile counter if DETERMINISTIC, its WorkTile if
+// The block's work tile in shared memory, at `slot`: its number from the tile counter if DETERMINISTIC, its WorkTile if
 // RAGGED. Written before the block's first __syncthreads.
-__device__ __forceinline__ void draw_ticket(char* slot, float* dQ_accum) {  // by one thread
+__device__ __forceinline__ void fetch_tile_number(char* slot, float* dQ_accum) {  // by one thread
     if (DETERMINISTIC) *reinterpret_cast<unsigned*>(slot) = atomicAdd(reinterpret_cast<unsigned*>(dQ_accum), 1u);
 }
 // By a warp. work_tiles: output of bwd_wgmma_scheduler, 8 ints each.
@@ -97,8 +97,8 @@ __device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned
     return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, work_heads, B);
 #endif
 }
-// Prefetches the work tile of the next block on this SM: usually one of the 128 that are 64 .. 191 after this one. Each
-// lane prefetches four, a 128-byte line.
+// Prefetches the work tile of the next block on this SM, which starts about one wave (132 blocks) later: one of the 128
+// work tiles from 64 after this one on. Each lane prefetches four, a 128-byte line.
 __device__ __forceinline__ void prefetch_next_work_tile(const int* work_tiles) {
     const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
     prefetch_L1(work_tiles + 8 * min(next, gridDim.x * gridDim.y - 1));
