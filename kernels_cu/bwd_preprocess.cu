@@ -63,7 +63,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
     if (RAGGED || BLOCK_MAP)
-        griddepcontrol_wait();  // so that the entry point after this one also waits for the one before
+        griddepcontrol_wait();  // the entry point before this one is then complete, too, when the next one's wait
+                                // returns
 }
 
 // ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of a user's score expression, over

@@ -41,7 +41,8 @@
 #define bwd_wgmma_postprocess bwd_wgmma_split_group_postprocess
 #define bwd_wgmma_combine bwd_wgmma_split_group_combine
 #endif
-#define TIMELINE_BRANCH 1                // blocks that are not recorded branch over each mark: experiments/018_timeline
+// For TIMELINE (timeline.cuh): a branch over each mark in blocks that the profiler does not record, instead of a store.
+#define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__  // see non_finite.cuh
 #include "bwd_combine_group.cuh"
 #include "bwd_epilogue.cuh"
@@ -56,9 +57,9 @@
 // Both consumers work on the same 64 keys; each owns half of the columns of dK, dV and dQ.
 constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;
 constexpr bool BIAS_TILES = BIAS & 8;  // the bias has a tensor map
-// Whether the mask is applied to P, not to S: with a score modification that has a derivative. If the mask were applied
-// to S, ptxas would pack the derivatives into 16-bit pairs only after the mask's branch. Before that they would take
-// twice as many registers, at the same time as S, and spill.
+// Whether the mask is applied to P, not to S: with a score modification that has a derivative. Reason: with a mask of
+// S, ptxas packs the derivatives to 16 bits after the mask's branch. S and 32-bit derivatives are then live at the same
+// time, and registers spill.
 constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
 // Whether n0, the block's first key, is kept in a register. Otherwise it is computed from blockIdx on each use. This is
 // not possible if RAGGED or DETERMINISTIC, and spills with dropout; SPLIT_HEAD_DIM has registers to spare.
@@ -92,7 +93,8 @@ static_assert(
     "DETERMINISTIC supports neither a block map nor a ragged batch: semaphore targets are computed from ranges");
 
 // Without a mask each block starts its m_block loop at row n0 (its first key's index) and wraps around, so that the
-// blocks of a head, which start together, do not add to the same dQ tile.
+// blocks of a head, which start together, do not add to the same dQ tile. With semaphores they would also wait for the
+// first one's store (FIRST_BLOCK_STORES).
 constexpr bool ROTATED =
     HAS_SEMAPHORES && !DETERMINISTIC && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::MAPPED;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
@@ -229,7 +231,8 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
 #endif
 
 // Computes dK and dV of the n_block again if one of their values is not finite (non_finite.cuh). Possible causes: a
-// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE. SPLIT_GROUP: bwd_wgmma_combine does.
+// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE. With SPLIT_GROUP, bwd_wgmma_combine
+// computes them again.
 __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool non_finite) {
     const BwdParams& params = block.params;
     if (!SPLIT_GROUP && named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
@@ -279,7 +282,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
     const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group), B);
-    if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;  // invalid work tile
+    // There are more blocks than work tiles in a ragged batch, and in the last L2 head group.
+    if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
     const int work_head = work_tile.work_head, b = work_tile.b, H = Hk * group;
     const Head head0(work_tile.sequence(score), work_head * heads_per_work_tile);
     const MBlocks m_blocks{head0, map, heads_per_work_tile, work_tile.n_block * BLOCK_N, work_tile.descending};
@@ -364,8 +368,10 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const Range keys = Head(score, tile_rows.b, h).keys(tile_rows.row0, tile_rows.row0 + BLOCK_M);
     const unsigned* const dQ_semaphore =
         reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_INDEX + 2 * tile + consumer;
-    // Whether dQ is 0 because no key is visible to this tile: no block has written its accumulators. Without semaphores
-    // these were zeroed before the launch.
+    // Whether no key is visible to this tile: dQ is 0, and no block has written the accumulators.
+    //   DETERMINISTIC         follows from the range of keys
+    //   FIRST_BLOCK_STORES    no block has arrived at the semaphore
+    //   without semaphores    false: the accumulators were zeroed before the launch
     const bool no_keys = DETERMINISTIC ? keys.begin >= keys.end : FIRST_BLOCK_STORES && *dQ_semaphore == 0;
     if constexpr (NARROW_V) {  // a consumer owns a slab of dQ and half of the third slab, see mma_own_dQ
         const int third_slab_col = 128 + 32 * consumer;

@@ -26,7 +26,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         dOPipeline::wait(base, i);
         TIMELINE(S);
         mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
-        if (!FIRST) commit_dQ_dS(i > 1, i % 2 ^ 1);
+        if (!FIRST) commit_dQ_dS(i > 1, i - 1);  // dQ of i - 2: not before the third iteration
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
         const Head current_head(block.params.score, block.b, block.first_head() + head);

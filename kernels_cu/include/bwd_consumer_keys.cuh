@@ -99,13 +99,13 @@ struct KeyConsumer {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), NARROW_V ? (i + 1 + consumer) % 2 : i % 2 ^ 1);
         stage_dQ(own_dQ(base, consumer), dQ);
     }
-    // Arrives on the full barriers of dQ, if has_dQ, and of dS: the consumer has written both to shared memory since
-    // the last call. parity: index of the m_block of dS, modulo 2.
-    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned parity) const {
+    // Arrives on the full barriers of dS of an m_block, and of dQ if has_dQ: the consumer has written them to shared
+    // memory since the last call. m_block_of_dS: its index, of which only the parity counts.
+    __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned m_block_of_dS) const {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, parity));
+        if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, m_block_of_dS % 2));
     }
     // Waits until both consumers have written dS of m_block i, and have read dS of m_block i - 1.
     __device__ __forceinline__ void wait_dS(unsigned i) const {
@@ -129,8 +129,10 @@ struct KeyConsumer {
         const int first_key = block.m_blocks.n0() + key_offset;
         return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;
     }
-    // Instead of the first bwd_step. dS is 0: the other consumer needs it for dQ. The next bwd_step, or the epilogue,
-    // arrives for this dS (NARROW_V: first_step); the next bwd_step releases Q.
+    // Replaces the first bwd_step of a consumer whose keys are all hidden. Writes dS = 0, because the other consumer
+    // multiplies the dS of all 128 keys. Does not arrive for this dS: the next bwd_step does, or the epilogue
+    // (NARROW_V: first_step). Does not release Q: the next bwd_step does. Both consumers count this iteration of the
+    // ping-pong: first_step.
     __device__ __forceinline__ void skip_step() {
         mbarrier_wait(FullV::at(base, 0), 0);
         QPipeline::wait(base, 0);

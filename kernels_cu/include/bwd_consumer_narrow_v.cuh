@@ -59,12 +59,12 @@ struct ConsumerWarpgroup : KeyConsumer {
         float dP[BLOCK_M / 2];
         mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         if (!DROPOUT) mma_dKV(dV, P, base + dO_at);
-        wgmma_wait<!DROPOUT>();  // dP^T
+        wgmma_wait<DROPOUT ? 0 : 1>();  // dP^T; without dropout dV is still in flight
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
         compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
         named_barrier_arrive(other_turn, BOTH_CONSUMERS);
-        wait_dS(i - 1);  // as in bwd_consumer.cuh; returns at once if i = 0
+        wait_dS(i - 1);  // as in bwd_consumer.cuh. i = 0: i - 1 wraps around; parity 1 of a new barrier returns at once
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
         if (DROPOUT) drop_P(P, P, keep);  // after dS, which needs P before dropout
         if (DROPOUT) mma_dKV(dV, P, base + dO_at);
@@ -82,7 +82,7 @@ struct ConsumerWarpgroup : KeyConsumer {
             warpgroup_fence_operand(dQ);
             stage_own_dQ(dQ, i - 1);
         }
-        commit_dQ_dS(has_previous, i % 2);
+        commit_dQ_dS(has_previous, i);
         block.m_blocks.advance(head, m0);
         ++i;
     }

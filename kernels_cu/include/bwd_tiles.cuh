@@ -57,8 +57,10 @@ struct BwdBarriers {
     using dOPipeline = Pipeline<QPipeline::END>;
     using FulldQ = BarrierArray<dOPipeline::END, 2>;  // a consumer has staged its dQ for the dQ-store warp
     using EmptydQ = BarrierArray<FulldQ::END, 2>;     // the dQ-store warp has read it
-    // Both consumers have written dS of a tile, and have read dS of the tile before. One barrier for even tiles, one
-    // for odd ones.
+    // Both consumers have written dS of an m_block i, and have read dS of m_block i - 1: a consumer arrives for i
+    // after wgmma_wait for dQ of i - 1 (in the next iteration; NARROW_V: at the end of this one), the last product that
+    // reads dS of i - 1. So the barrier is the full barrier of dS i and the empty barrier of dS i - 1, and one
+    // fence.proxy.async serves dS and the staged dQ. One barrier for even m_blocks, one for odd ones.
     using FulldS = BarrierArray<EmptydQ::END, 2>;
     static constexpr unsigned END = FulldS::END;
 

@@ -90,10 +90,13 @@ struct MBlockRange {
 
     // Moves to the first m_block from m0 of `head` on, in iteration order; head = heads if there is none.
     __device__ __forceinline__ void seek(int& head, int& m0) const {
-        if (!Head::MAPPED) {
-            // At the end of a head: go to the next head or, if ROTATED, wrap around. A rotated head ends at first().
-            if (MAY_DESCEND ? m0 == past_last() : m0 >= end()) head += !ROTATED, m0 = ROTATED ? begin() : first();
-            if (ROTATED && m0 == first()) ++head;
+        if constexpr (!Head::MAPPED) {
+            if constexpr (ROTATED) {  // the loop of a head wraps around, and ends when it is back at first()
+                if (m0 >= end()) m0 = begin();
+                if (m0 == first()) ++head;
+            } else if (MAY_DESCEND ? m0 == past_last() : m0 >= end()) {
+                ++head, m0 = first();
+            }
             return;
         }
         const int words = GroupBlockMap::words_per_head(head0.score);
