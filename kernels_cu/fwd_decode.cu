@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_rows(SmemAddr tile, const View<const T>& te
     const unsigned row0 = lane / TileRows::CHUNKS, chunk = lane % TileRows::CHUNKS;
     if (ACTIVE < 32 && lane >= ACTIVE) return;
     const int rows = chunk * CHUNK < WIDTH ? valid_rows - static_cast<int>(row0) : 0;
-    const T* from = tensor.row(address.entry, kv_head, address.row);
+    const T* from = tensor.row(address.batch_or_page, kv_head, address.row);
     from += row0 * tensor.stride_s + chunk * CHUNK;
 #pragma unroll
     for (unsigned i = 0; i < (BLOCK_N + STEP - 1) / STEP; ++i, from += STEP * tensor.stride_s)
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_rows(SmemAddr tile, const View<const T>& te
 template <class TileRows, int WIDTH, class T>
 __device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<const T>& tensor, int kv_head,
                                                    KeyAddress address, int valid_rows, unsigned lane) {
-    const T* const own = tensor.row(address.entry, kv_head, address.row);
+    const T* const own = tensor.row(address.batch_or_page, kv_head, address.row);
 #pragma unroll
     for (unsigned i = 0; i < (BLOCK_N * TileRows::CHUNKS + 31) / 32; ++i) {
         const unsigned row = (lane + 32 * i) / TileRows::CHUNKS, chunk = (lane + 32 * i) % TileRows::CHUNKS;

@@ -157,7 +157,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
 
     // LSE and 1 / l, and the next work tile.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&inverse_l)[2]) {
-        finalize_rows(softmax, head, args.LSE, WorkTile::head, first_row + state.g, state.q, inverse_l);
+        finalize_rows(softmax, head, args.LSE, WorkTile::batch_head, first_row + state.g, state.q, inverse_l);
         next_work_tile();
     }
 

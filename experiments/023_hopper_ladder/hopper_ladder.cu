@@ -244,7 +244,7 @@ __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, SmemAddr b
     const int row = first_row + lane / 4;
     float inverse_l[2];
     TIMELINE(store);
-    finalize_rows(softmax, head, args.LSE, work_tile.head, row, lane % 4, inverse_l);
+    finalize_rows(softmax, head, args.LSE, work_tile.batch_head, row, lane % 4, inverse_l);
     if constexpr (TMA_STORE == ON) {
         if (lane == 0) tma_store_wait_read();  // the previous O has left the buffer
         __syncwarp();

@@ -61,8 +61,8 @@ struct OutputBuffer {
 };
 
 // Stores LSE of the thread's two rows, `row` and row + 8, and returns in inverse_l the factors that normalise O.
-// head_at: the head's number in LSE. q: the lane's position in the four lanes of a row.
-__device__ __forceinline__ void finalize_rows(const SoftmaxState& softmax, const Head& head, float* LSE, int head_at,
+// batch_head: the index of the head in LSE. q: the lane's position in the four lanes of a row.
+__device__ __forceinline__ void finalize_rows(const SoftmaxState& softmax, const Head& head, float* LSE, int batch_head,
                                               int row, int q, float (&inverse_l)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -70,6 +70,6 @@ __device__ __forceinline__ void finalize_rows(const SoftmaxState& softmax, const
         const FinalizedRow final_row = head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(softmax.m[half], l);
         inverse_l[half] = final_row.inverse;
         const int query_row = row + 8 * half;
-        if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(head_at) + query_row] = final_row.lse;
+        if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(batch_head) + query_row] = final_row.lse;
     }
 }

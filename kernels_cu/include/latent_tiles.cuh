@@ -130,6 +130,6 @@ struct KeyLoader {
         const SmemAddr full = BoxPipeline::full(base, stage);
         mbarrier_arrive_expect_tx(full, Box::BYTES);
         Box::load_part(stages + stage * Box::BYTES, K_map, column, static_cast<int>(from.row), h,
-                       broadcast ? 0 : from.entry, full);
+                       broadcast ? 0 : from.batch_or_page, full);
     }
 };

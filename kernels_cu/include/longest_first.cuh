@@ -10,23 +10,24 @@
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
-// A work tile; invalid if b < 0.
+// A work tile: query rows from row0 on of head h() of batch entry b; invalid if b < 0. batch_head: the index of the
+// head in LSE, over all batch entries; in a ragged batch, whose tensors have one batch entry, it is the head.
 #if RAGGED
 struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
-    int b, row0, head;
-    SeqlenOffsets extent;
+    int b, row0, batch_head;
+    SequenceExtent extent;
     __device__ __forceinline__ bool invalid() const { return b < 0; }
-    __device__ __forceinline__ int h() const { return head; }
+    __device__ __forceinline__ int h() const { return batch_head; }
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b, extent}; }
 };
 #else
-struct WorkTile {  // of a dense batch: `head` counts over the batch, head_of_b within batch entry b
-    int b = -1, row0 = 0, head = 0, head_of_b = 0;
+struct WorkTile {  // batch_head: b * H + head_in_batch
+    int b = -1, row0 = 0, batch_head = 0, head_in_batch = 0;
     WorkTile() = default;
-    __device__ __forceinline__ WorkTile(unsigned row0, unsigned head, unsigned H)
-        : b(head / H), row0(row0), head(head), head_of_b(head % H) {}
+    __device__ __forceinline__ WorkTile(unsigned row0, unsigned batch_head, unsigned H)
+        : b(batch_head / H), row0(row0), batch_head(batch_head), head_in_batch(batch_head % H) {}
     __device__ __forceinline__ bool invalid() const { return b < 0; }
-    __device__ __forceinline__ int h() const { return head_of_b; }
+    __device__ __forceinline__ int h() const { return head_in_batch; }
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b}; }
 };
 #endif
@@ -35,9 +36,9 @@ struct WorkTile {  // of a dense batch: `head` counts over the batch, head_of_b 
 // Rows of K and V, or of Q and dO, that fill a third of L2.
 constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));
 
-// First key (or query) of a length bucket. FIRST_BUCKET_HALVED: the first Tiles::BUCKET keys are two buckets, 0 and 1,
-// because they would contain several tiles of a sequence. The shortest tiles then run last and balance the blocks (16 x
-// 512: +3%, KeyTileOrder +0.5%). LongestFirst treats the two as one if no sequence is longer (32 x 256: -4% otherwise).
+// First key (or query) of a length bucket. Buckets are Tiles::BUCKET keys wide. FIRST_BUCKET_HALVED: the first one is
+// split into halves, buckets 0 and 1, so that tiles shorter than BUCKET / 2 run last and balance the blocks (16 x 512:
+// +3%, KeyTileOrder +0.5%). LongestFirst treats the halves as one if no sequence is longer (32 x 256: -4% otherwise).
 template <class Tiles>
 __device__ __forceinline__ int bucket_begin(int bucket) {
     if (!Tiles::FIRST_BUCKET_HALVED) return bucket * Tiles::BUCKET;
@@ -47,23 +48,24 @@ __device__ __forceinline__ int bucket_begin(int bucket) {
 struct QueryTileOrder {  // the query tiles of one sequence and head, sorted by the number of keys they see
     static constexpr int ROWS = BLOCK_M, BUCKET = 2 * BLOCK_N;  // keys
     int tiles, Sk, diagonal;
-    __device__ __forceinline__ QueryTileOrder(const Score& score, const SeqlenOffsets& own)
-        : tiles((own.Sq + BLOCK_M - 1) / BLOCK_M), Sk(own.Sk), diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
+    __device__ __forceinline__ QueryTileOrder(const Score& score, const SequenceExtent& extent)
+        : tiles((extent.Sq + BLOCK_M - 1) / BLOCK_M), Sk(extent.Sk),
+          diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0) {}
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     // Number of tiles that see a key in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
-    __device__ __forceinline__ int tiles_reaching(int bucket) const {
+    __device__ __forceinline__ int tiles_from(int bucket) const {
         const int key = bucket_begin<QueryTileOrder>(bucket);
         const int masked_tiles = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
         return bucket < 0 ? tiles : Sk <= key ? 0 : max(tiles - masked_tiles, 0);
     }
-    // First tile of a bucket, given tiles_reaching of the next bucket and of this one.
-    __device__ __forceinline__ int first(int, int reaching) const { return tiles - reaching; }
+    // First tile of a bucket, given tiles_from(the next bucket) and tiles_from(this bucket).
+    __device__ __forceinline__ int first_of_bucket(int /*from_next*/, int from_this) const { return tiles - from_this; }
     // Whether a tile is so short that the next one is drawn at once, without waiting until the block's other warps have
     // released this one (16 x 512: +1%).
     static __device__ __forceinline__ bool is_short(const Score& score, const WorkTile& work_tile) {
-        const SeqlenOffsets& own = work_tile.extent;
-        const int diagonal = score.bottom_right ? own.Sk - own.Sq : 0;
-        return CAUSAL && own.Sk > BUCKET && work_tile.row0 + ROWS + diagonal <= BUCKET;
+        const SequenceExtent& extent = work_tile.extent;
+        const int diagonal = score.bottom_right ? extent.Sk - extent.Sq : 0;
+        return CAUSAL && extent.Sk > BUCKET && work_tile.row0 + ROWS + diagonal <= BUCKET;
     }
     // Length of the longest tile, given the sequence lengths.
     static __device__ __forceinline__ int longest(int, int Sk) { return Sk; }
@@ -77,15 +79,15 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     static constexpr int ROWS = BLOCK_N, BUCKET = 4 * BLOCK_M;  // queries
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     int tiles, Sq, Sk, diagonal;
-    __device__ __forceinline__ KeyTileOrder(const Score& score, const SeqlenOffsets& own)
-        : tiles((own.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(own.Sq), Sk(own.Sk),
-          diagonal(score.bottom_right ? own.Sk - own.Sq : 0) {}
+    __device__ __forceinline__ KeyTileOrder(const Score& score, const SequenceExtent& extent)
+        : tiles((extent.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(extent.Sq), Sk(extent.Sk),
+          diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0) {}
     // Number of tiles that a query in bucket `bucket` or later sees; these are the first ones. Bucket -1: all tiles.
-    __device__ __forceinline__ int tiles_reaching(int bucket) const {
+    __device__ __forceinline__ int tiles_from(int bucket) const {
         const int rows = bucket_begin<KeyTileOrder>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return bucket < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
     }
-    __device__ __forceinline__ int first(int reaching_next, int) const { return reaching_next; }
+    __device__ __forceinline__ int first_of_bucket(int from_next, int /*from_this*/) const { return from_next; }
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
         // dQ_accum is in L2, too, so the group has a quarter of the heads (16 x 512: +1.9%, random lengths up to 883:
@@ -100,26 +102,25 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
 template <class Tiles>
 struct LongestFirst {
     const Score& score;
-    const SeqlenOffsets own;  // extent of sequence threadIdx.x % 32: a cache of the first 32 sequences
+    const SequenceExtent lane_extent;  // of sequence threadIdx.x % 32: the first 32 sequences, kept in registers
 
     __device__ __forceinline__ explicit LongestFirst(const Score& score)
-        : score(score), own(extent(threadIdx.x % 32)) {}
+        : score(score), lane_extent(extent(threadIdx.x % 32)) {}
 
-    // SeqlenOffsets of sequence b; empty if b is out of range.
-    __device__ __forceinline__ SeqlenOffsets extent(int b) const {
-        return b < score.sequences ? SeqlenInfo(score, b).extent() : SeqlenOffsets{};
+    // Of sequence b; empty if b is out of range.
+    __device__ __forceinline__ SequenceExtent extent(int b) const {
+        return b < score.sequences ? SeqlenInfo(score, b).extent() : SequenceExtent{};
     }
-    // SeqlenOffsets of this lane's sequence, b0 + lane. thread_index_x() is re-read, so that no address is kept in a
-    // register.
-    __device__ __forceinline__ SeqlenOffsets extent_of(int b0) const {
-        return b0 == 0 ? own : extent(b0 + thread_index_x() % 32);
+    // Of sequence b0 + lane. thread_index_x() is re-read, so that no address is kept in a register.
+    __device__ __forceinline__ SequenceExtent extent_of(int b0) const {
+        return b0 == 0 ? lane_extent : extent(b0 + thread_index_x() % 32);
     }
 
     // Number of tiles of all sequences in bucket `bucket` or later.
     __device__ __forceinline__ int count(int bucket) const {
         int tiles = 0;
 #pragma unroll 1
-        for (int b0 = 0; b0 < score.sequences; b0 += 32) tiles += Tiles(score, extent_of(b0)).tiles_reaching(bucket);
+        for (int b0 = 0; b0 < score.sequences; b0 += 32) tiles += Tiles(score, extent_of(b0)).tiles_from(bucket);
         return __reduce_add_sync(0xffffffffu, tiles);
     }
 
@@ -128,51 +129,53 @@ struct LongestFirst {
 #if RAGGED_KEYS
         return score.rows_k;
 #else
-        return __reduce_add_sync(0xffffffffu, own.Sk) * ((score.sequences + 31) / 32);
+        return __reduce_add_sync(0xffffffffu, lane_extent.Sk) * ((score.sequences + 31) / 32);
 #endif
     }
 
     struct Located {
         RowTile rows;
-        SeqlenOffsets extent;
+        SequenceExtent extent;
     };
-    // The number-th tile of a head, over all sequences. All lanes of the warp call it.
-    __device__ __forceinline__ Located tile(int number) const {
-        int longest = __reduce_max_sync(0xffffffffu, Tiles::longest(own.Sq, own.Sk));
+    // Tile `index` of a head in this order, over all sequences. All lanes of the warp call it.
+    __device__ __forceinline__ Located tile(int index) const {
+        int longest = __reduce_max_sync(0xffffffffu, Tiles::longest(lane_extent.Sq, lane_extent.Sk));
         if (score.sequences > 32) longest = Tiles::longest(score.Sq, score.Sk);
-        // Binary search: more than `number` tiles reach `bucket`, at most `number` reach `end`.
-        int bucket = -1, end = (longest + Tiles::BUCKET - 1) / Tiles::BUCKET + Tiles::FIRST_BUCKET_HALVED, at_end = 0;
+        // Binary search: count(bucket) > index, count(end) <= index.
+        int bucket = -1, end = (longest + Tiles::BUCKET - 1) / Tiles::BUCKET + Tiles::FIRST_BUCKET_HALVED;
+        int from_end = 0;  // count(end)
         const bool one_bucket = Tiles::FIRST_BUCKET_HALVED && longest <= Tiles::BUCKET;
 #pragma unroll 1
         while (end - bucket > (one_bucket && bucket == 0 ? 2 : 1)) {
-            const int mid = (bucket + end) / 2, reaching = count(mid);
-            if (reaching > number) bucket = mid;
-            else end = mid, at_end = reaching;
+            const int mid = (bucket + end) / 2, from_mid = count(mid);
+            if (from_mid > index) bucket = mid;
+            else end = mid, from_end = from_mid;
         }
-        number -= at_end;
+        index -= from_end;  // now the index in the bucket
 #pragma unroll 1
         for (int b0 = 0;; b0 += 32) {  // the tiles of the bucket, by sequence
-            const SeqlenOffsets sequence = extent_of(b0);
+            const SequenceExtent sequence = extent_of(b0);
             const Tiles tiles(score, sequence);
-            const int reaching = tiles.tiles_reaching(bucket);
-            const int reaching_next = tiles.tiles_reaching(Tiles::FIRST_BUCKET_HALVED ? end : bucket + 1);
-            const int in_bucket = reaching - reaching_next, lane = threadIdx.x % 32;
+            const int from_this = tiles.tiles_from(bucket);
+            const int from_next = tiles.tiles_from(Tiles::FIRST_BUCKET_HALVED ? end : bucket + 1);
+            const int in_bucket = from_this - from_next, lane = threadIdx.x % 32;
             int prefix = in_bucket;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 const int below = __shfl_up_sync(0xffffffffu, prefix, step);
                 prefix += lane >= step ? below : 0;
             }
-            const unsigned ballot = __ballot_sync(0xffffffffu, prefix > number);
+            const unsigned ballot = __ballot_sync(0xffffffffu, prefix > index);
             if (ballot) {
                 const int source = __ffs(ballot) - 1;
-                const int row0 = (tiles.first(reaching_next, reaching) + number - (prefix - in_bucket)) * Tiles::ROWS;
+                const int first = tiles.first_of_bucket(from_next, from_this);
+                const int row0 = (first + index - (prefix - in_bucket)) * Tiles::ROWS;
                 const auto from_source = [&](int x) { return __shfl_sync(0xffffffffu, x, source); };
                 return {{b0 + source, from_source(row0)},
                         {from_source(sequence.first_query), from_source(sequence.Sq), from_source(sequence.first_key),
                          from_source(sequence.all_keys), from_source(sequence.Sk)}};
             }
-            number -= __shfl_sync(0xffffffffu, prefix, 31);
+            index -= __shfl_sync(0xffffffffu, prefix, 31);
         }
     }
 
@@ -180,20 +183,20 @@ struct LongestFirst {
         return Tiles::is_short(score, work_tile);
     }
 
-    // The number-th work tile of all heads, invalid if there are fewer. `heads` are query heads (QueryTileOrder) or
-    // key/value heads (KeyTileOrder; with SPLIT_GROUP query heads); `group` is H / Hk, or with SPLIT_GROUP 1. All lanes
-    // of the warp call it.
-    __device__ __forceinline__ WorkTile work_tile(unsigned number, unsigned heads, unsigned group) const {
+    // Work tile `index` of all heads in this order, invalid if there are fewer. `heads` are query heads
+    // (QueryTileOrder) or key/value heads (KeyTileOrder; with SPLIT_GROUP query heads); `group` is H / Hk, or with
+    // SPLIT_GROUP 1. All lanes of the warp call it.
+    __device__ __forceinline__ WorkTile work_tile(unsigned index, unsigned heads, unsigned group) const {
         const unsigned all = count(-1);
-        if (number >= all * heads) return {-1};
+        if (index >= all * heads) return {-1};
         const unsigned head_group = min(Tiles::head_group(score, group, keys()), heads);
         unsigned first = 0;
 #pragma unroll 1
-        while (heads - first > 2 * head_group && number >= head_group * all)
-            first += head_group, number -= head_group * all;
+        while (heads - first > 2 * head_group && index >= head_group * all)
+            first += head_group, index -= head_group * all;
         const unsigned width = heads - first > 2 * head_group ? head_group : heads - first;
-        const Located located = tile(number / width);
-        return {located.rows.b, located.rows.row0, static_cast<int>(first + number % width), located.extent};
+        const Located located = tile(index / width);
+        return {located.rows.b, located.rows.row0, static_cast<int>(first + index % width), located.extent};
     }
 };
 #elif BLOCK_MAP

@@ -91,14 +91,14 @@ __device__ __forceinline__ unsigned query_tiles(const Score& score) {
 #if RAGGED
 // Offsets and lengths of a sequence, as read by the constructor of SeqlenInfo. all_keys: its rows of K, of which Sk are
 // valid. With pages there is no first key.
-struct SeqlenOffsets {
+struct SequenceExtent {
     int first_query, Sq, first_key, all_keys, Sk;
 };
 #endif
 
-// A key's address: row `row` of batch entry, or page, `entry` of K and V. The keys of a page are in consecutive rows.
+// A key's address: its row of a batch entry, or of a page, of K and V. The keys of a page are in consecutive rows.
 struct KeyAddress {
-    int entry;
+    int batch_or_page;
     long long row;
 };
 
@@ -161,15 +161,15 @@ struct SeqlenInfo {
 #endif
 #if RAGGED_KEYS
     // From offsets that were read before.
-    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets known)
-        : score(score), b(b), Sq(known.Sq), Sk(known.Sk), diagonal(score.bottom_right ? known.Sk - known.Sq : 0),
-          first_query(known.first_query), first_key(known.first_key), all_keys(known.all_keys) {}
-    __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SequenceExtent extent)
+        : score(score), b(b), Sq(extent.Sq), Sk(extent.Sk), diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0),
+          first_query(extent.first_query), first_key(extent.first_key), all_keys(extent.all_keys) {}
+    __device__ __forceinline__ SequenceExtent extent() const { return {first_query, Sq, first_key, all_keys, Sk}; }
 #elif RAGGED
-    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SeqlenOffsets known)
-        : score(score), b(b), Sq(known.Sq), Sk(known.Sk), diagonal(score.bottom_right ? known.Sk - known.Sq : 0),
-          first_query(known.first_query) {}
-    __device__ __forceinline__ SeqlenOffsets extent() const { return {first_query, Sq, 0, Sk, Sk}; }
+    __device__ __forceinline__ SeqlenInfo(const Score& score, int b, SequenceExtent extent)
+        : score(score), b(b), Sq(extent.Sq), Sk(extent.Sk), diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0),
+          first_query(extent.first_query) {}
+    __device__ __forceinline__ SequenceExtent extent() const { return {first_query, Sq, 0, Sk, Sk}; }
 #endif
 
     // ---- queries
@@ -185,14 +185,16 @@ struct SeqlenInfo {
     __device__ __forceinline__ void offset_queries(View<T>&... tensors) const {
         ((tensors.data += first_query * tensors.stride_s, tensors.stride_b = 0), ...);
     }
-    // Offset of query row 0 in LSE and delta, given the head's number in these tensors, or head h of H of this batch
-    // entry.
-    __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.rows_q + first_query; }
-    template <class Number>
-    __device__ __forceinline__ long long lse_offset(Number, int h) const {
+    // Offset of query row 0 in LSE and delta, given the index of the head in these tensors (WorkTile::batch_head), or
+    // head h of H of this batch entry.
+    __device__ __forceinline__ long long lse_offset(long long batch_head) const {
+        return batch_head * score.rows_q + first_query;
+    }
+    template <class Int>
+    __device__ __forceinline__ long long lse_offset(Int /*H*/, int h) const {
         return lse_offset(h);
     }
-    // Number, among the query tiles of all heads in the grid, of the first one of head h of H.
+    // Index, among the query tiles of all heads in the grid, of the first one of head h of H.
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;
@@ -209,9 +211,9 @@ struct SeqlenInfo {
     }
     template <class... T>
     __device__ __forceinline__ void offset_queries(View<T>&...) const {}
-    __device__ __forceinline__ long long lse_offset(long long head) const { return head * score.Sq; }
-    template <class Number>
-    __device__ __forceinline__ long long lse_offset(Number H, int h) const {
+    __device__ __forceinline__ long long lse_offset(long long batch_head) const { return batch_head * score.Sq; }
+    template <class Int>
+    __device__ __forceinline__ long long lse_offset(Int H, int h) const {
         return lse_offset(static_cast<long long>(b) * H + h);
     }
     template <int ROWS>
@@ -236,7 +238,7 @@ struct SeqlenInfo {
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         const KeyAddress address = key_address(static_cast<int>(j));
-        return tensor.row(address.entry, h, address.row);
+        return tensor.row(address.batch_or_page, h, address.row);
     }
     // TMA coordinates (s, b) of a box of ROWS keys from key j on, which are in one page. They are those of
     // a ragged batch (tma_query_row above), with the rows of all pages as rows: keys from Sk on are outside of the map.
@@ -245,7 +247,7 @@ struct SeqlenInfo {
         if (j >= Sk) return {0, 0};
         const KeyAddress address = key_address(j);
         const int keys = min(Sk - j, ROWS);
-        return {-keys, address.entry * PAGE_SIZE + static_cast<int>(address.row) + keys};
+        return {-keys, address.batch_or_page * PAGE_SIZE + static_cast<int>(address.row) + keys};
     }
     template <class T>
     __device__ __forceinline__ KeyRows<T> rows_of_keys(const View<T>& tensor, int h) const {

@@ -60,9 +60,9 @@ struct BwdWorkTile {
         }
     }
 #if RAGGED
-    SeqlenOffsets extent;
+    SequenceExtent extent;
     __device__ __forceinline__ BwdWorkTile(const volatile WorkTile& entry)
-        : n_block(uniform(entry.row0) / BLOCK_N), work_head(uniform(entry.head)), b(uniform(entry.b)),
+        : n_block(uniform(entry.row0) / BLOCK_N), work_head(uniform(entry.batch_head)), b(uniform(entry.b)),
           extent{entry.extent.first_query, entry.extent.Sq, entry.extent.first_key, entry.extent.all_keys,
                  entry.extent.Sk} {}
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b, extent); }
