@@ -8,29 +8,7 @@
 // measurements, 16 x 512 is 16 sequences of 512 rows.
 #pragma once
 #include <hopper.cuh>
-#include "score_mod.cuh"
-
-// A work tile: query rows from row0 on of head h() of batch entry b; invalid if b < 0. batch_head: the index of the
-// head in LSE, over all batch entries; in a ragged batch, whose tensors have one batch entry, it is the head.
-#if RAGGED
-struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
-    int b, row0, batch_head;
-    SequenceExtent extent;
-    __device__ __forceinline__ bool invalid() const { return b < 0; }
-    __device__ __forceinline__ int h() const { return batch_head; }
-    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b, extent}; }
-};
-#else
-struct WorkTile {  // batch_head: b * H + head_in_batch
-    int b = -1, row0 = 0, batch_head = 0, head_in_batch = 0;
-    WorkTile() = default;
-    __device__ __forceinline__ WorkTile(unsigned row0, unsigned batch_head, unsigned H)
-        : b(batch_head / H), row0(row0), batch_head(batch_head), head_in_batch(batch_head % H) {}
-    __device__ __forceinline__ bool invalid() const { return b < 0; }
-    __device__ __forceinline__ int h() const { return head_in_batch; }
-    __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b}; }
-};
-#endif
+#include "work_tile.cuh"
 
 #if RAGGED
 // Rows of K and V, or of Q and dO, that fill a third of L2.

@@ -2,10 +2,8 @@
 // head (forward), or BLOCK_N key rows of one head (backward). This header has the forward's; those of the backward are
 // BwdWorkTile in tile_scheduler_bwd.cuh (bwd_wgmma) and work_tile_of in tile_scheduler_bwd_persistent.cuh.
 //
-//   for_each_work_tile, for_each_window_work_tile   static order (FlashAttention-3: StaticPersistentTileScheduler)
-//   LongestFirst, CausalOrder                       longest_first.cuh: dynamic orders, for ragged batches and block
-//   maps
-//                                                   (DynamicPersistentTileScheduler)
+//   for_each_work_tile, for_each_window_work_tile   static (FlashAttention-3: StaticPersistentTileScheduler)
+//   LongestFirst, CausalOrder (longest_first.cuh)   dynamic (DynamicPersistentTileScheduler): ragged, with a block map
 //   SchedulerPipeline<AT>                           broadcasts the work tile inside a block; its publish_all chooses
 //                                                   one of these orders (forward)
 //
@@ -15,14 +13,7 @@
 #include <hopper.cuh>
 #include "longest_first.cuh"
 #include "pipeline.cuh"
-#include "score_mod.cuh"
-
-// The range of key tiles (n_blocks) that rows m0 .. m1 - 1 see.
-__device__ __forceinline__ Range n_block_range(const Head& head, int m0, int m1) {
-    const Range keys = head.keys(m0, m1);
-    const int end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
-    return {Head::HAS_LEFT_BOUND ? min(keys.begin / BLOCK_N, end) : 0, end};
-}
+#include "work_tile.cuh"
 
 // Calls f(i) for each i < count that this block processes, in waves of gridDim.x indices. The waves alternate in
 // direction (serpentine order): with x = begin, usually blockIdx.x, wave w has i = w * gridDim.x + x if w is even, and
@@ -211,12 +202,4 @@ __device__ __forceinline__ void clear_tile_counter(unsigned* tile_counter, const
 #endif
     }
 #endif
-}
-
-// The same work tile, uniform over the warp: the compiler may keep it in uniform registers.
-__device__ __forceinline__ WorkTile uniform(WorkTile work_tile) {
-    unsigned* const words = reinterpret_cast<unsigned*>(&work_tile);
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(WorkTile) / 4; ++i) words[i] = uniform(words[i]);
-    return work_tile;
 }
