@@ -83,7 +83,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
             if (!Head::MAPPED) return;
             const WorkTileRange work_tile(tile, args.score);
             const Head head(work_tile.sequence(args.score), work_tile.h());
-            if (work_tile.tiles > 0) lists.write(head, work_tile.row0, work_tile.range);
+            if (work_tile.tiles > 0) lists.write(head, work_tile.row0, work_tile.n_blocks);
         });
 }
 
@@ -119,7 +119,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
             if (!EARLY_K_RELEASE && j == last) release_Q();
             score_mod_and_mask(S, j, tile, visible_bits);
             softmax.update<false>(P, S, state.scale_log2);
-            apply_dropout(P, head, first_row, tile.n0);
+            apply_dropout(P, head, warp_row, tile.n0);
             if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth mark in the loop costs 1% of time
         }
     }
@@ -140,7 +140,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         if (!BIAS_TILES) release_K(first_own);
         score_mod_and_mask(S, first_own, first, visible_bits);
         softmax.update<true>(P, S, state.scale_log2);
-        apply_dropout(P, head, first_row, first.n0);
+        apply_dropout(P, head, warp_row, first.n0);
         if (last > first_own) wait_K(first_own + 1);
     }
 
@@ -157,8 +157,8 @@ struct ConsumerWarpgroup : WorkTileConsumer {
 
     // LSE and 1 / l, and the next work tile.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&inverse_l)[2]) {
-        finalize_rows(softmax, head, args.LSE, WorkTile::batch_head, first_row + state.g, state.q, inverse_l);
-        next_work_tile();
+        finalize_rows(softmax, head, args.LSE, WorkTile::batch_head, warp_row + state.g, state.q, inverse_l);
+        fetch_next_work_tile();
     }
 
     // S = Q K^T
@@ -196,11 +196,11 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         // OBuffer::store. Rare.
         if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
             attend_non_finite<16, 1>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
-                                     first_row, 0);
+                                     warp_row, 0);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
         }
-        OBuffer::store(softmax, inverse_l, O_smem, args.O_warp_map, head, h(), b, first_row, state.lane,
+        OBuffer::store(softmax, inverse_l, O_smem, args.O_warp_map, head, h(), b, warp_row, state.lane,
                        state.store_lane);
         if (!SEPARATE_O && state.store_lane) {
             tma_store_wait_read();
@@ -221,12 +221,12 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     ConsumerState state(smem, lane, args.score);
     start_ping_pong(warp / 4 - 1);
 #pragma unroll 1
-    for (state.more = state.scheduler.next(); state.more;) {
+    for (state.has_work_tile = state.scheduler.next(); state.has_work_tile;) {
         ConsumerWarpgroup warpgroup(state, args);
         SoftmaxState softmax;
         float inverse_l[2];
         wgmma_discard(softmax.O);  // the first P V overwrites it
-        warpgroup.wait_for_Q();
+        warpgroup.drain_first_tiles_and_wait_Q();
         ConsumerWarpgroup::FragmentS S;
         ConsumerWarpgroup::FragmentP P;
         if (warpgroup.own_tiles > 0) warpgroup.mainloop(softmax, S, P);
@@ -239,7 +239,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
         }
         if (warpgroup.last <= warpgroup.first_own)
             warpgroup.release_Q();  // the mainloop releases it after two tiles or more
-        warpgroup.skip_last_tiles();
+        warpgroup.drain_last_tiles();
         warpgroup.epilogue(softmax, inverse_l);
     }
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores

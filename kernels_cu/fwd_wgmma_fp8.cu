@@ -112,25 +112,27 @@ struct ConsumerWarpgroup {
     const unsigned warp, lane, consumer, own_turn, next_turn;  // turns: see warp_scheduler_barrier
     const unsigned pipe_index;  // key tiles of earlier work tiles; the highest bit is the phase of Q's barriers
     const WorkTileRange work_tile;
-    const int m0, first_row;  // of the warpgroup, of the warp
+    const int warpgroup_row, warp_row;  // of the warpgroup, of the warp
     const Head head;
     const float scale_log2;            // of P = exp2((S - m) * scale_log2)
-    const Range own;                   // key tiles that the warpgroup sees
+    const Range own_n_blocks;          // key tiles that the warpgroup sees
     const int tiles, first_own, last;  // their number, and their indices in the work tile
-    const Range fully_visible;         // keys that all rows of the warp see
+    const Range fully_visible_keys;    // keys that all rows of the warp see
 
     __device__ __forceinline__ ConsumerWarpgroup(const Arguments& args, SmemAddr base, unsigned warp, unsigned lane,
                                                  unsigned pipe_index, const TileInfo& info)
         : args(args), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1),
           own_turn(warp_scheduler_barrier(consumer)), next_turn(warp_scheduler_barrier((consumer + 1) % CONSUMERS)),
-          pipe_index(pipe_index), work_tile(uniform(info), args.score), m0(work_tile.m0 + 64 * consumer),
-          first_row(m0 + warp % 4 * 16), head(args.score, work_tile.b, work_tile.h),
-          scale_log2(head.unit * Head::LOG2E), own(STREAM_K ? work_tile.range : n_block_range(head, m0, m0 + 64)),
-          tiles(has_rows() ? own.end - own.begin : 0), first_own(first_own_tile(work_tile, own, tiles)),
-          last(first_own + tiles - 1), fully_visible(head.fully_visible_keys(first_row, first_row + 16)) {}
+          pipe_index(pipe_index), work_tile(uniform(info), args.score), warpgroup_row(work_tile.m0 + 64 * consumer),
+          warp_row(warpgroup_row + warp % 4 * 16), head(args.score, work_tile.b, work_tile.h),
+          scale_log2(head.unit * Head::LOG2E),
+          own_n_blocks(STREAM_K ? work_tile.n_blocks : n_block_range(head, warpgroup_row, warpgroup_row + 64)),
+          tiles(has_rows() ? own_n_blocks.end - own_n_blocks.begin : 0),
+          first_own(first_own_tile(work_tile, own_n_blocks, tiles)), last(first_own + tiles - 1),
+          fully_visible_keys(head.fully_visible_keys(warp_row, warp_row + 16)) {}
 
     // Whether the warpgroup has rows in this work tile.
-    __device__ __forceinline__ bool has_rows() const { return m0 < min(head.Sq, work_tile.end); }
+    __device__ __forceinline__ bool has_rows() const { return warpgroup_row < min(head.Sq, work_tile.end); }
 
     // All key tiles that the warpgroup sees. Each iteration: P V of a key tile, and Q K^T and softmax of the next one.
     __device__ __forceinline__ void mainloop(Fp8SoftmaxState& softmax) {
@@ -166,7 +168,7 @@ struct ConsumerWarpgroup {
             softmax.exponentiate(S, scale_log2, sums);
             if (CHECK_SUMS && softmax.sums_too_large(sums)) softmax.rescale_after_exp(S, sums, scale_log2);
             softmax.add(sums);
-            convert_P(P, S, head, first_row, work_tile.keys_at(j + 1));
+            convert_P(P, S, head, warp_row, work_tile.n0(j + 1));
         }
         last_PV(softmax, P, long_sums);
     }
@@ -181,7 +183,7 @@ struct ConsumerWarpgroup {
         float sums[2][2];
         softmax.exponentiate(S, scale_log2, sums);
         softmax.add(sums);
-        convert_P(P, S, head, first_row, work_tile.keys_at(first_own));
+        convert_P(P, S, head, warp_row, work_tile.n0(first_own));
     }
     // P V of the last key tile. Long sums: adds the other key tiles.
     __device__ __forceinline__ void last_PV(Fp8SoftmaxState& softmax, const FragmentP& P, const LongSums& long_sums) {
@@ -212,7 +214,7 @@ struct ConsumerWarpgroup {
         warpgroup_fence_operand(S);
         release<KPipeline>(j);
         if (j == last) release_Q();
-        score_mod_and_mask(S, head, fully_visible, first_row + lane / 4, work_tile.keys_at(j), lane % 4);
+        score_mod_and_mask(S, head, fully_visible_keys, warp_row + lane / 4, work_tile.n0(j), lane % 4);
     }
     // O += P V, or O = P V.
     __device__ __forceinline__ void mma_PV(Fp8SoftmaxState& softmax, const FragmentP& P, int j, bool accumulate) const {
@@ -231,7 +233,7 @@ struct ConsumerWarpgroup {
     }
 
     // Key tiles j .. end - 1 of the work tile, which only other consumers see.
-    __device__ __forceinline__ void skip_tiles(int j, int end) const {
+    __device__ __forceinline__ void drain_tiles(int j, int end) const {
 #pragma unroll 1
         for (; j < end; ++j) {
             wait_turn();
@@ -276,9 +278,9 @@ struct ConsumerWarpgroup {
 
 using StreamK = StreamKExchange<Fp8SoftmaxState, THREADS - 128>;
 
-// Rows m0 .. m0 + 63 of O and LSE; stream-K: unless a later block finalizes the work tile.
-__device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInfo& info, int m0, float scale_log2,
-                                         unsigned warp, unsigned lane, const Arguments& args) {
+// Rows warpgroup_row .. warpgroup_row + 63 of O and LSE; stream-K: unless a later block finalizes the work tile.
+__device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInfo& info, int warpgroup_row,
+                                         float scale_log2, unsigned warp, unsigned lane, const Arguments& args) {
     const unsigned consumer = warp / 4 - 1;
     const StreamK stream_k{args.partials, consumer};
     if (STREAM_K && info.split.end * BLOCK_N < args.score.Sk) {  // the next block has key tiles, too
@@ -293,7 +295,7 @@ __device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInf
     if (named_barrier_or(consumer_barrier(consumer), 128,
                          !softmax.finite() || softmax.large(scaled.unit * Head::LOG2E)))
         attend_non_finite<64, 4>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, info.b, info.h,
-                                 args.H, m0, warp % 4);
+                                 args.H, warpgroup_row, warp % 4);
     else store_O_and_LSE(softmax, info, scaled, args.O, args.LSE, args.H, lane % 4);
 }
 
@@ -311,16 +313,16 @@ __device__ __forceinline__ void consume(char* smem, SmemAddr base, unsigned warp
         const TileInfo& info = tile_info(smem, consumer, pipe_index >> 31);
         if (info.b < 0) break;
         ConsumerWarpgroup warpgroup(args, base, warp, lane, pipe_index, info);
-        const int tiles = warpgroup.tiles, visited = warpgroup.work_tile.tiles;
+        const int tiles = warpgroup.tiles, pipeline_tiles = warpgroup.work_tile.tiles;
         Fp8SoftmaxState softmax;
-        warpgroup.skip_tiles(0, warpgroup.first_own);
+        warpgroup.drain_tiles(0, warpgroup.first_own);
         if (tiles > 0) warpgroup.mainloop(softmax);
         if (tiles <= 0) warpgroup.release_Q();
-        warpgroup.skip_tiles(warpgroup.first_own + max(tiles, 0), visited);
+        warpgroup.drain_tiles(warpgroup.first_own + max(tiles, 0), pipeline_tiles);
         const TileInfo epilogue_info = tile_info(smem, consumer, pipe_index >> 31);  // read again: saves registers
-        pipe_index = pipe_index + visited ^ 1u << 31;                                // the other phase of Q's barriers
+        pipe_index = pipe_index + pipeline_tiles ^ 1u << 31;                         // the other phase of Q's barriers
         if (warpgroup.has_rows())
-            epilogue(softmax, epilogue_info, warpgroup.m0, warpgroup.scale_log2, warp, lane, args);
+            epilogue(softmax, epilogue_info, warpgroup.warpgroup_row, warpgroup.scale_log2, warp, lane, args);
     }
 }
 

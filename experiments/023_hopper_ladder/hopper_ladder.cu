@@ -131,7 +131,7 @@ struct ConsumerWarpgroup {
     const int tiles, own_tiles;                 // key tiles of the work tile, and those that this consumer's rows see
     const float scale_log2;
     const WarpSchedulerBarrier turn{consumer};
-    const VisibleKeys visible_keys{head, first_row + static_cast<int>(lane) / 4};
+    const RowKeyRanges row_keys{head, first_row + static_cast<int>(lane) / 4};
     const Range fully_visible = head.fully_visible_keys<false>(first_row, first_row + 16);
 
     __device__ __forceinline__ void mma_QK(FragmentS& S, int j) {
@@ -163,7 +163,7 @@ struct ConsumerWarpgroup {
     template <bool FIRST>
     __device__ __forceinline__ void softmax_tile(SoftmaxState& softmax, FragmentP& P, FragmentS& S, int j) {
         TIMELINE(softmax);
-        apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, visible_keys, fully_visible, true, {});
+        apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, row_keys, fully_visible, true, {});
         if constexpr (DEFERRED == ON || FIRST) {
             softmax.update<FIRST>(P, S, scale_log2);
         } else {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void produce(SmemAddr base, const TensorMap& Q_map, c
 __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, const Head& head, int first_row,
                                         int tiles, float scale_log2) {
     const unsigned lane = threadIdx.x % 32;
-    const VisibleKeys visible_keys(head, first_row + lane / 4);
+    const RowKeyRanges row_keys(head, first_row + lane / 4);
     const Range fully_visible = head.fully_visible_keys<false>(first_row, first_row + 16);
 #pragma unroll
     for (float& x : softmax.O) x = 0.0f;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
         TIMELINE(softmax);
         if (lane == 0) KPipeline::release(base, j);
 
-        apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, visible_keys, fully_visible, true, {});
+        apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, row_keys, fully_visible, true, {});
         softmax.raise_max(S, scale_log2, alpha);  // m and l
         softmax.scale_O(softmax.O, alpha);
         softmax.exponentiate(P, S, scale_log2, sum);

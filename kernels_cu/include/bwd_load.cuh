@@ -3,14 +3,14 @@
 #include "bwd_tiles.cuh"
 
 // load_query_tile loads Q or dO of query head h, from row m0 on; load_key_tile loads K or V, from row n0 on. A
-// dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0. `more`: bytes that further
-// loads write with the same mbarrier.
+// dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0. `extra_tx_bytes`: bytes that
+// further loads write with the same mbarrier.
 template <class SmemLayout = SmemLayoutQ>
 __device__ __forceinline__ void load_query_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
                                                 const Head& head, int b, int h, int m0, SmemAddr full,
-                                                unsigned more = 0) {
+                                                unsigned extra_tx_bytes = 0) {
     SmemLayout::load(tile, map, head.tma_query_row(m0), tensor.stride_h ? h : 0,
-                     head.tma_query_batch(tensor.stride_b ? b : 0), full, more);
+                     head.tma_query_batch(tensor.stride_b ? b : 0), full, extra_tx_bytes);
 }
 template <class SmemLayout = SmemLayoutK>
 __device__ __forceinline__ void load_key_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,

@@ -14,9 +14,9 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
     const int g, q;          // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
     const bool store_lane;
     unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
-    int tiles_to_skip = 0;         // STAGGERED: last tiles of the previous work tile, which only other consumers see
+    int tiles_to_drain = 0;        // STAGGERED: last tiles of the previous work tile, which only other consumers see
     Scheduler::Reader scheduler;
-    bool more = false;  // scheduler.tile is valid
+    bool has_work_tile = false;  // scheduler.tile is valid
     __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
         : smem(smem), lane(lane), scale_log2(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
           store_lane(lane == 0), scheduler(smem) {}
@@ -36,26 +36,26 @@ struct WorkTileConsumer : ConsumerTiles {
     const unsigned phase;       // of Q's barriers
     const WarpSchedulerBarrier turn;
     const int turns_end;  // consumers take turns for the key tiles before this one
-    const VisibleKeys visible_keys;
+    const RowKeyRanges row_keys;
 
     __device__ __forceinline__ WorkTileConsumer(ConsumerState& state, const Arguments& args)
         : ConsumerTiles(uniform(state.scheduler.tile), uniform(threadIdx.x / 32), args.score), state(state), args(args),
           base(uniform(smem_address(state.smem))), pipe_index(uniform(state.next_pipe_index)),
           phase(state.scheduler.phase()), turn(consumer), turns_end(ping_pong_end(*this)),
-          visible_keys(head, first_row + state.g) {}
+          row_keys(head, warp_row + state.g) {}
 
     // ---- stages of Q, K and V
 
     // Waits for Q, and skips the key tiles that only other consumers see before this one's first.
-    __device__ __forceinline__ void wait_for_Q() {
+    __device__ __forceinline__ void drain_first_tiles_and_wait_Q() {
         if (STAGGERED) {
 #pragma unroll 1
-            for (int j = -state.tiles_to_skip; j < 0; ++j) skip_tile(j);
+            for (int j = -state.tiles_to_drain; j < 0; ++j) drain_tile(j);
         }
         TIMELINE(wait_Q);
         mbarrier_wait(FullQ::at(base, consumer), phase);
 #pragma unroll 1
-        for (int j = 0; j < first_own; ++j) skip_tile(j);
+        for (int j = 0; j < first_own; ++j) drain_tile(j);
     }
     __device__ __forceinline__ void wait_K(int j) const { KPipeline::wait(base, pipe_index + j); }
     __device__ __forceinline__ void wait_V(int j) const { VPipeline::wait(base, pipe_index + j); }
@@ -84,26 +84,26 @@ struct WorkTileConsumer : ConsumerTiles {
     }
     __device__ __forceinline__ PairMask load_pair_mask(KeyTile tile) const {
         PairMask visible_bits;
-        if (Head::BY_PAIR) visible_bits.load(head, first_row + state.g, tile.n0, tile.fully_visible);
+        if (Head::BY_PAIR) visible_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
         return visible_bits;
     }
     // S becomes the raw scores (score_mod.cuh), -INF where masked. BIAS_TILES: releases K, when the bias, which is in
     // the same stage, has been read.
     __device__ __forceinline__ void score_mod_and_mask(FragmentS& S, int j, KeyTile tile, PairMask pair_mask) {
-        const int row = first_row + state.g, column = tile.n0 + 2 * state.q;
+        const int row = warp_row + state.g, column = tile.n0 + 2 * state.q;
         if (BIAS_TILES) {
             Bias::score_mod(S, head, base, stage_of(pipe_index + j), consumer, row, column, warp, state.lane);
             release_K(j);
         } else {
             apply_score_mod(S, head, row, column);
         }
-        apply_mask(S, head, row, tile.n0, state.q, visible_keys, fully_visible, tile.fully_visible, pair_mask);
+        apply_mask(S, head, row, tile.n0, state.q, row_keys, fully_visible_keys, tile.mask_allows_all, pair_mask);
     }
 
     // ---- key tiles that only other consumers see, and the next work tile
 
     // This consumer still takes part in the barriers, which count the arrivals of all consumers.
-    __device__ __forceinline__ void skip_tile(int j) {
+    __device__ __forceinline__ void drain_tile(int j) {
         if (!STAGGERED && j > 0 && j < turns_end) {
             turn.wait();
             turn.pass();
@@ -114,15 +114,15 @@ struct WorkTileConsumer : ConsumerTiles {
         release_V(j);
     }
     // SCHEDULE_LATE: not before the tiles that are left to skip.
-    __device__ __forceinline__ void next_work_tile() {
-        if (!SCHEDULE_LATE || last + 1 >= visited_tiles()) state.more = state.scheduler.next();
+    __device__ __forceinline__ void fetch_next_work_tile() {
+        if (!SCHEDULE_LATE || last + 1 >= pipeline_tiles()) state.has_work_tile = state.scheduler.next();
     }
     // Skips the key tiles after the last own one. STAGGERED: some of them in the next work tile.
-    __device__ __forceinline__ void skip_last_tiles() {
-        state.tiles_to_skip = postponed_tiles();
+    __device__ __forceinline__ void drain_last_tiles() {
+        state.tiles_to_drain = postponed_tiles();
 #pragma unroll 1
-        for (int j = last + 1; j < visited_tiles() - state.tiles_to_skip; ++j) skip_tile(j);
-        if (SCHEDULE_LATE && last + 1 < visited_tiles()) state.more = state.scheduler.next();
-        state.next_pipe_index += visited_tiles();
+        for (int j = last + 1; j < pipeline_tiles() - state.tiles_to_drain; ++j) drain_tile(j);
+        if (SCHEDULE_LATE && last + 1 < pipeline_tiles()) state.has_work_tile = state.scheduler.next();
+        state.next_pipe_index += pipeline_tiles();
     }
 };

@@ -43,13 +43,13 @@ struct KeyTileLoader {
 
   private:
     // Loads the keys from n0 on into the acquired stage of tile i. A broadcast dimension (stride 0) has size 1 in the
-    // tensor map: its coordinate is 0. more: bytes of other loads on the same barrier.
+    // tensor map: its coordinate is 0. extra_tx_bytes: bytes of other loads on the same barrier.
     template <class KeyPipeline>
     __device__ __forceinline__ void load_tile(unsigned i, const TensorMap& map, const View<const dtype>& tensor, int n0,
-                                              unsigned more = 0) const {
+                                              unsigned extra_tx_bytes = 0) const {
 #if PAGE_SIZE
         const SmemAddr full = KeyPipeline::full(base, stage_of(i));
-        mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + more);
+        mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + extra_tx_bytes);
 #pragma unroll 1
         for (int row = 0; row < BLOCK_N; row += PAGE_BOX) {
             const int2 box = sequence.template tma_page_coords<PAGE_BOX>(n0 + row);
@@ -58,7 +58,7 @@ struct KeyTileLoader {
         }
 #else
         KeyPipeline::load(base, i, map, sequence.tma_key_row(n0), tensor.stride_h ? h : 0,
-                          sequence.tma_key_batch(tensor.stride_b ? b : 0), more);
+                          sequence.tma_key_batch(tensor.stride_b ? b : 0), extra_tx_bytes);
 #endif
     }
 };

@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
             pipeline.acquire(base, i);
             TIMELINE(load);
             if (tile == V_AT) has_tile[stage] = true;
-            tiles.load(base + tile + stage * tiles.BYTES, map, sequence.tma_key_row(work_tile.keys_at(j)),
+            tiles.load(base + tile + stage * tiles.BYTES, map, sequence.tma_key_row(work_tile.n0(j)),
                        tensor.stride_h ? h : 0, sequence.tma_key_batch(tensor.stride_b ? b : 0),
                        pipeline.full(base, stage));
         };

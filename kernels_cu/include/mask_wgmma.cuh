@@ -33,10 +33,10 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
 constexpr int WORDS = (BLOCK_N + 31) / 32;
 struct PairMask {
     unsigned words[2][WORDS];
-    __device__ __forceinline__ void load(const Head& head, int row, int n0, bool fully_visible) {
+    __device__ __forceinline__ void load(const Head& head, int row, int n0, bool mask_allows_all) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (fully_visible)
+            if (mask_allows_all)
                 for (unsigned& word : words[half]) word = ~0u;
             else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
@@ -64,23 +64,24 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const H
 
 // Keys that the thread's rows, `row` and row + 8, see. They are computed once per work tile: if they were not
 // opaque, the compiler would compute them again for each masked tile.
-struct VisibleKeys {
+struct RowKeyRanges {
     Range of_row[2];
-    __device__ __forceinline__ VisibleKeys(const Head& head, int row)
+    __device__ __forceinline__ RowKeyRanges(const Head& head, int row)
         : of_row{head.keys(row, row + 1), head.keys(row + 8, row + 9)} {
         if (Head::HAS_RIGHT_BOUND) of_row[0].end = opaque(of_row[0].end), of_row[1].end = opaque(of_row[1].end);
     }
 };
 
 // Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
-// of the warp see; tile_visible: whether a mask tensor or the user's condition hides nothing in the tile.
+// of the warp see; mask_allows_all: whether a mask tensor or the user's condition hides nothing in the tile.
 __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
-                                           const VisibleKeys& visible_keys, Range fully_visible, bool tile_visible,
+                                           const RowKeyRanges& row_keys, Range fully_visible_keys, bool mask_allows_all,
                                            PairMask pair_mask) {
     const int column = n0 + 2 * q;
-    const bool at_begin = Head::HAS_LEFT_BOUND && fully_visible.begin > n0, at_end = n0 + BLOCK_N > fully_visible.end;
-    if (!at_begin && !at_end && tile_visible) return;
-    const Range(&visible)[2] = visible_keys.of_row;
+    const bool at_begin = Head::HAS_LEFT_BOUND && fully_visible_keys.begin > n0,
+               at_end = n0 + BLOCK_N > fully_visible_keys.end;
+    if (!at_begin && !at_end && mask_allows_all) return;
+    const Range(&visible)[2] = row_keys.of_row;
     const int end[2] = {visible[0].end - column, visible[1].end - column};
     const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
     if (Head::BY_PAIR) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& 
             if (!pair_mask.has(i)) S[i] = -INF;
     } else if (Head::ELEMENT_MASK) {
         unsigned visible_bits[2];
-        if (tile_visible) {
+        if (mask_allows_all) {
             for (int half = 0; half < 2; ++half)
                 visible_bits[half] = columns_before(end[half]) & ~columns_before(begin[half]);
         } else {

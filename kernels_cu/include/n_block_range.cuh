@@ -2,7 +2,7 @@
 // processes. A work tile is BLOCK_M query rows; each of its CONSUMERS warpgroups has 64 of them.
 //
 //   const WorkTileRange work_tile(scheduler.tile, score);      the key tiles that some row of the work tile sees
-//   for (int j = 0; j < work_tile.tiles; ++j) ... work_tile.keys_at(j) ...
+//   for (int j = 0; j < work_tile.tiles; ++j) ... work_tile.n0(j) ...
 //
 // With a block map (block_sparse.cuh) the key tiles are those of a list, in ascending order.
 #pragma once
@@ -37,26 +37,26 @@ constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 // causality and windows are tested separately (ConsumerTiles::fully_visible).
 struct KeyTile {
     int n0;  // first key
-    bool fully_visible;
+    bool mask_allows_all;
 };
 
 struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a head, and the key tiles they see
-    Range range;
+    Range n_blocks;
     int tiles;
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
-        range = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
-        tiles = range.end - range.begin;
+        n_blocks = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
+        tiles = n_blocks.end - n_blocks.begin;
     }
     // First key of the j-th key tile in the order of the mainloop.
-    __device__ __forceinline__ int keys_at(int j) const {
-        return (WALK_BACKWARDS ? range.end - 1 - j : Head::HAS_LEFT_BOUND ? range.begin + j : j) * BLOCK_N;
+    __device__ __forceinline__ int n0(int j) const {
+        return (WALK_BACKWARDS ? n_blocks.end - 1 - j : Head::HAS_LEFT_BOUND ? n_blocks.begin + j : j) * BLOCK_N;
     }
     // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own: the range
     // of its `count` key tiles.
-    __device__ __forceinline__ int first_own_tile(Range own, int count) const {
+    __device__ __forceinline__ int first_own_tile(Range own_n_blocks, int count) const {
         if (count <= 0 || Head::MAPPED) return 0;
-        if (WALK_BACKWARDS) return range.end - own.end;
-        return Head::HAS_LEFT_BOUND ? own.begin - range.begin : 0;
+        if (WALK_BACKWARDS) return n_blocks.end - own_n_blocks.end;
+        return Head::HAS_LEFT_BOUND ? own_n_blocks.begin - n_blocks.begin : 0;
     }
 
     // Producer: calls loader.load_K(j, n0, list entry) and loader.load_V(j, n0) for all key tiles in the order in which
@@ -83,9 +83,9 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
         } else {
 #pragma unroll 1
             for (int j = 0; j <= tiles; ++j) {
-                if (j < tiles) loader.load_K(j, keys_at(j), 0);
+                if (j < tiles) loader.load_K(j, n0(j), 0);
                 if (SCHEDULE_LATE && j == max(tiles - 2, 0)) schedule_late();
-                if (j > 0) loader.load_V(j - 1, keys_at(j - 1));
+                if (j > 0) loader.load_V(j - 1, n0(j - 1));
             }
             return tiles;
         }
@@ -95,35 +95,36 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
 // The 64 query rows of one consumer warpgroup in a work tile, and the key tiles that they see.
 struct ConsumerTiles : WorkTileRange {
     const unsigned warp, consumer;
-    const int m0, first_row;  // first row of the warpgroup, and of the warp's 16
+    const int warpgroup_row, warp_row;  // first row of the warpgroup, and of the warp's 16
     const Head head;
-    const Range own;
+    const Range own_n_blocks;
     const int own_tiles, first_own;  // index of the first own tile; only other consumers see the tiles before it
     int last;                        // index of the last own tile; with a block map unknown until it arrives
-    const Range fully_visible;       // keys that all rows of the warp see
+    const Range fully_visible_keys;  // keys that all rows of the warp see
 
     __device__ __forceinline__ ConsumerTiles(const WorkTile& tile, unsigned warp, const Score& score)
-        : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1), m0(row0 + 64 * consumer),
-          first_row(m0 + warp % 4 * 16), head(sequence(score), h()), own(n_block_range(head, m0, m0 + 64)),
-          own_tiles(Head::MAPPED   ? tiles
-                    : m0 < head.Sq ? own.end - own.begin
-                                   : 0),
-          first_own(first_own_tile(own, own_tiles)),
+        : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1), warpgroup_row(row0 + 64 * consumer),
+          warp_row(warpgroup_row + warp % 4 * 16), head(sequence(score), h()),
+          own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + 64)),
+          own_tiles(Head::MAPPED              ? tiles
+                    : warpgroup_row < head.Sq ? own_n_blocks.end - own_n_blocks.begin
+                                              : 0),
+          first_own(first_own_tile(own_n_blocks, own_tiles)),
           last(Head::MAPPED && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
-          fully_visible(head.fully_visible_keys<Head::MAPPED>(first_row, first_row + 16)) {}
+          fully_visible_keys(head.fully_visible_keys<Head::MAPPED>(warp_row, warp_row + 16)) {}
 
     // Key tile j. list_entry: with a block map, its entry in the list.
     __device__ __forceinline__ KeyTile key_tile(int j, unsigned list_entry) {
-        if (!Head::MAPPED) return {keys_at(j), !Head::ELEMENT_MASK};
+        if (!Head::MAPPED) return {n0(j), !Head::ELEMENT_MASK};
         if (list_entry & LAST_TILE) last = j;
         return {static_cast<int>(list_entry / (2 * LAST_TILE)) * BLOCK_N, (list_entry >> consumer & 1) != 0};
     }
     // The number of the work tile's key tiles in the pipeline.
-    __device__ __forceinline__ int visited_tiles() const { return Head::MAPPED ? last + 1 : tiles; }
+    __device__ __forceinline__ int pipeline_tiles() const { return Head::MAPPED ? last + 1 : tiles; }
     // Number of last tiles that only other consumers see; skipped in the next work tile if STAGGERED. At most STAGES:
     // after the block's last work tile they are not skipped, so their stages are never released, and the producer must
     // not wait for these stages.
     __device__ __forceinline__ int postponed_tiles() const {
-        return STAGGERED ? min(visited_tiles() - last - 1, static_cast<int>(STAGES)) : 0;
+        return STAGGERED ? min(pipeline_tiles() - last - 1, static_cast<int>(STAGES)) : 0;
     }
 };

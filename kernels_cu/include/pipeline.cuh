@@ -58,11 +58,11 @@ struct TilePipeline : Pipeline<BARRIERS_AT> {
     using Tile = Tile_;
     // Offset of tile i in shared memory.
     static __device__ __forceinline__ unsigned tile_at(unsigned i) { return TILES_AT + stage_of(i) * Tile::BYTES; }
-    // Producer: loads tile i, from row s of head (b, h), into the acquired stage. more: bytes of other loads
+    // Producer: loads tile i, from row s of head (b, h), into the acquired stage. extra_tx_bytes: bytes of other loads
     // on the same barrier.
     static __device__ __forceinline__ void load(SmemAddr base, unsigned i, const TensorMap& map, int s, int h, int b,
-                                                unsigned more = 0) {
-        Tile::load(base + tile_at(i), map, s, h, b, TilePipeline::full(base, stage_of(i)), more);
+                                                unsigned extra_tx_bytes = 0) {
+        Tile::load(base + tile_at(i), map, s, h, b, TilePipeline::full(base, stage_of(i)), extra_tx_bytes);
     }
 };
 

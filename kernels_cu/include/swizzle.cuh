@@ -37,11 +37,11 @@ struct Swizzled {
         return chunk / 8 * SLAB_BYTES + row * 128 + (chunk % 8 ^ row % 8) * 16;
     }
 
-    // Loads rows s .. s + ROWS - 1 of head (b, h), one box per slab. `more`: bytes of further loads on the same
-    // barrier.
+    // Loads rows s .. s + ROWS - 1 of head (b, h), one box per slab. `extra_tx_bytes`: bytes of further loads on the
+    // same barrier.
     static __device__ __forceinline__ void load(SmemAddr tile, const TensorMap& map, int s, int h, int b,
-                                                SmemAddr barrier, unsigned more = 0) {
-        mbarrier_arrive_expect_tx(barrier, BYTES + more);
+                                                SmemAddr barrier, unsigned extra_tx_bytes = 0) {
+        mbarrier_arrive_expect_tx(barrier, BYTES + extra_tx_bytes);
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
@@ -54,7 +54,7 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load_5d(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads a tile that begins at a column. The barrier must already expect its bytes (`more` of an
+    // Loads a tile that begins at a column. The barrier must already expect its bytes (`extra_tx_bytes` of an
     // earlier load).
     static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h,
                                                      int b, SmemAddr barrier) {

@@ -19,20 +19,20 @@ __device__ __forceinline__ TileInfo uniform(const TileInfo& info) {  // uniform 
 }
 
 struct WorkTileRange : TileInfo {  // and the key tiles that it sees
-    Range range;
+    Range n_blocks;
     int tiles;
     __device__ __forceinline__ WorkTileRange(const TileInfo& info, const Score& score)
-        : TileInfo(info), range(STREAM_K ? split : n_block_range(Head(score, b, h), m0, end)),
-          tiles(range.end - range.begin) {}
+        : TileInfo(info), n_blocks(STREAM_K ? split : n_block_range(Head(score, b, h), m0, end)),
+          tiles(n_blocks.end - n_blocks.begin) {}
     // First key of the j-th key tile in the order of the mainloop.
-    __device__ __forceinline__ int keys_at(int j) const {
-        return (STREAM_K || Head::HAS_LEFT_BOUND ? range.begin + j : j) * BLOCK_N;
+    __device__ __forceinline__ int n0(int j) const {
+        return (STREAM_K || Head::HAS_LEFT_BOUND ? n_blocks.begin + j : j) * BLOCK_N;
     }
 };
 
 // Index j of the first key tile that this consumer's rows see; earlier ones belong to other consumers.
-__device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own, int tiles) {
-    return tiles > 0 && Head::HAS_LEFT_BOUND ? own.begin - work_tile.range.begin : 0;
+__device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own_n_blocks, int tiles) {
+    return tiles > 0 && Head::HAS_LEFT_BOUND ? own_n_blocks.begin - work_tile.n_blocks.begin : 0;
 }
 
 // Calls f(work_tile) with each work tile of the block (static persistent scheduler).
@@ -63,9 +63,9 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, un
     } else {
         const int keys = (score.Sk + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
-        for (unsigned wave = 0, own = blockIdx.x; wave < full_wave_tiles;
-             wave += gridDim.x, own = own + 1 < gridDim.x ? own + 1 : 0)
-            if (const unsigned i = wave + own; i < full_wave_tiles)
+        for (unsigned wave = 0, in_wave = blockIdx.x; wave < full_wave_tiles;
+             wave += gridDim.x, in_wave = in_wave + 1 < gridDim.x ? in_wave + 1 : 0)
+            if (const unsigned i = wave + in_wave; i < full_wave_tiles)
                 f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, keys}));
         if (const unsigned count = heads * tiles - full_wave_tiles; STREAM_K && count > 0) {
             const unsigned block = draw_ticket(partials);
