@@ -117,7 +117,9 @@ struct ConsumerWarpgroup : WorkTileConsumer {
             release_V(j - 1);
             if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
             if (!EARLY_K_RELEASE && j == last) release_Q();
-            score_mod_and_mask(S, j, tile, visible_bits);
+            score_mod(S, j, tile);
+            if (BIAS_TILES) release_K(j);  // K's stage also holds the bias, which score_mod has read
+            mask(S, tile, visible_bits);
             softmax.update<false>(P, S, state.scale_log2);
             apply_dropout(P, head, warp_row, tile.n0);
             if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth mark in the loop costs 1% of time
@@ -138,7 +140,9 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         warpgroup_fence_operand(S);
         TIMELINE(softmax);
         if (!BIAS_TILES) release_K(first_own);
-        score_mod_and_mask(S, first_own, first, visible_bits);
+        score_mod(S, first_own, first);
+        if (BIAS_TILES) release_K(first_own);
+        mask(S, first, visible_bits);
         softmax.update<true>(P, S, state.scale_log2);
         apply_dropout(P, head, warp_row, first.n0);
         if (last > first_own) wait_K(first_own + 1);
@@ -150,15 +154,15 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         TIMELINE(multiply);
         mma_PV(softmax, P, last);
         finalize(softmax, inverse_l);  // overlaps with P V
+        fetch_next_work_tile();
         wgmma_wait<0>();
         warpgroup_fence_operand(softmax.O);
         release_V(last);
     }
 
-    // LSE and 1 / l, and the next work tile.
+    // Stores LSE, and returns in inverse_l the factors that normalise O.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&inverse_l)[2]) {
-        finalize_rows(softmax, head, args.LSE, WorkTile::batch_head, warp_row + state.g, state.q, inverse_l);
-        fetch_next_work_tile();
+        finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, inverse_l);
     }
 
     // S = Q K^T
@@ -234,6 +238,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
             warpgroup.last_PV(softmax, P, inverse_l);
         } else {
             warpgroup.finalize(softmax, inverse_l);
+            warpgroup.fetch_next_work_tile();
 #pragma unroll
             for (int i = 0; i < DV_PAD / 2; ++i) softmax.O[i] = 0.0f;
         }

@@ -87,17 +87,17 @@ struct WorkTileConsumer : ConsumerTiles {
         if (Head::BY_PAIR) visible_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
         return visible_bits;
     }
-    // S becomes the raw scores (score_mod.cuh), -INF where masked. BIAS_TILES: releases K, when the bias, which is in
-    // the same stage, has been read.
-    __device__ __forceinline__ void score_mod_and_mask(FragmentS& S, int j, KeyTile tile, PairMask pair_mask) {
+    // S becomes the raw scores (score_mod.cuh). BIAS_TILES: reads the bias from K's stage.
+    __device__ __forceinline__ void score_mod(FragmentS& S, int j, KeyTile tile) {
         const int row = warp_row + state.g, column = tile.n0 + 2 * state.q;
-        if (BIAS_TILES) {
+        if (BIAS_TILES)
             Bias::score_mod(S, head, base, stage_of(pipe_index + j), consumer, row, column, warp, state.lane);
-            release_K(j);
-        } else {
-            apply_score_mod(S, head, row, column);
-        }
-        apply_mask(S, head, row, tile.n0, state.q, row_keys, fully_visible_keys, tile.mask_allows_all, pair_mask);
+        else apply_score_mod(S, head, row, column);
+    }
+    // S becomes -INF where masked.
+    __device__ __forceinline__ void mask(FragmentS& S, KeyTile tile, PairMask pair_mask) {
+        apply_mask(S, head, warp_row + state.g, tile.n0, state.q, row_keys, fully_visible_keys, tile.mask_allows_all,
+                   pair_mask);
     }
 
     // ---- key tiles that only other consumers see, and the next work tile
