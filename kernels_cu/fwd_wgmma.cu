@@ -18,23 +18,26 @@
 //
 // S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
 // Warp specialisation and ping-pong: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Q K^T of a key tile and P V
-// of the previous one are issued together; softmax of the tile starts when both are complete.
+// of the previous one are issued together. Unlike FlashAttention-3 with IntraWGOverlap, softmax of the tile starts when
+// both are complete: deferred rescaling gained more than that overlap (experiments/008_hopper).
 //
 // A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes and stores
 // them. In a ragged batch, rows of a TMA box beyond the end of the sequence are out of bounds, so no row of the next
 // sequence is read or written.
 //
 // Building blocks: fwd_tiles.cuh (arguments, layouts, shared memory), fwd_load.cuh (loads a tile of K or V),
-// fwd_consumer.cuh (waits, turns, skipped tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh
-// (order of key tiles), softmax.cuh (deferred rescaling), epilogue.cuh, and what these include. Measurements:
-// experiments/008_hopper, 014_scores, 016_ragged.
+// fwd_consumer.cuh (waits, turns, drained tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh
+// (order of key tiles), score_mod.cuh and mask.cuh (score options), softmax.cuh (deferred rescaling), epilogue.cuh.
+// How it works, and where to change it: docs/hopper-forward.md. Measurements: experiments/008_hopper, 014_scores,
+// 016_ragged.
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
 #include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
 #include "non_finite.cuh"
 
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
-// With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile.
+// With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile. K's stage also
+// holds the list entry of a block map, and the tile of the bias, which are read later.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
 
 // ---- producer warps
@@ -78,6 +81,7 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
     Scheduler::Writer work_tiles{smem};
     TileLists lists(smem + TILE_LISTS_AT);
+    // STAGGERED implies a left window bound.
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
             if (!Head::MAPPED) return;
@@ -89,7 +93,15 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 
 // ---- consumer warpgroups
 
-// One consumer warpgroup and its 64 query rows of one work tile. fwd_consumer.cuh has what is not an MMA.
+// One consumer warpgroup and its 64 query rows of one work tile. fwd_consumer.cuh has what is not an MMA. j is the
+// index of a key tile in the work tile. Inherited members:
+//
+//   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile)
+//   ConsumerTiles (n_block_range.cuh)    head (its Head), warp, consumer, warp_row (first row of the warp's 16),
+//                                        own_tiles, first_own, last: number, first and last j of the tiles it sees
+//   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j before
+//   it),
+//                                        state: the thread's lane, g, q, and what lasts longer than a work tile
 struct ConsumerWarpgroup : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
 
@@ -148,8 +160,8 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         if (last > first_own) wait_K(first_own + 1);
     }
 
-    // The last P V has its own copy of the code, outside the loop: 40 fewer instructions in a causal kernel, +2.7% at
-    // D = 128.
+    // The last P V is peeled: its own copy of the code, outside the loop, needs 40 fewer instructions in a causal
+    // kernel than a condition in the loop (+2.7% at D = 128).
     __device__ __forceinline__ void last_PV(SoftmaxState& softmax, FragmentP& P, float (&inverse_l)[2]) {
         TIMELINE(multiply);
         mma_PV(softmax, P, last);
@@ -170,7 +182,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         const Descriptor Q_smem = Queries::k_major(address(base + consumer * Queries::BYTES));
         const Descriptor K_smem = Keys::k_major(address(base + KPipeline::tile_at(pipe_index + j)));
         wgmma_fence();
-        TIMELINE(multiply);  // before the fence, it would cost 14 more instructions per key tile
+        TIMELINE(multiply);  // in the command `timeline`, a mark before the fence costs 14 more instructions per tile
 #pragma unroll
         for (int step = 0; step < D_PAD / 16; ++step)
             wgmma<Order::K_MAJOR>(S, Q_smem + Queries::k_step(step), K_smem + Keys::k_step(step), step > 0);
@@ -234,7 +246,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
         ConsumerWarpgroup::FragmentS S;
         ConsumerWarpgroup::FragmentP P;
         if (warpgroup.own_tiles > 0) warpgroup.mainloop(softmax, S, P);
-        if (warpgroup.own_tiles > 0) {
+        if (warpgroup.own_tiles > 0) {  // a second `if`: see above
             warpgroup.last_PV(softmax, P, inverse_l);
         } else {
             warpgroup.finalize(softmax, inverse_l);

@@ -1,6 +1,6 @@
 // What a consumer warpgroup of fwd_wgmma does in a work tile, apart from its MMAs and the epilogue: it waits for and
-// releases the stages of the pipelines, takes turns (ping_pong.cuh), skips key tiles that only other consumers see, and
-// turns S into masked raw scores.
+// releases the stages of the pipelines, takes turns (ping_pong.cuh), drains key tiles that only other consumers see,
+// and turns S into masked raw scores.
 #pragma once
 #include "fwd_tiles.cuh"
 #include "mask_wgmma.cuh"
@@ -14,7 +14,7 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
     const int g, q;          // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
     const bool store_lane;
     unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
-    int tiles_to_drain = 0;        // STAGGERED: last tiles of the previous work tile, which only other consumers see
+    int tiles_to_drain = 0;        // postponed_tiles() of the previous work tile
     Scheduler::Reader scheduler;
     bool has_work_tile = false;  // scheduler.tile is valid
     __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
@@ -33,7 +33,7 @@ struct WorkTileConsumer : ConsumerTiles {
     const Arguments& args;
     const SmemAddr base;
     const unsigned pipe_index;  // index in the pipelines of the work tile's first key tile
-    const unsigned phase;       // of Q's barriers
+    const unsigned phase;       // phase of FullQ
     const WarpSchedulerBarrier turn;
     const int turns_end;  // consumers take turns for the key tiles before this one
     const RowKeyRanges row_keys;
@@ -46,7 +46,7 @@ struct WorkTileConsumer : ConsumerTiles {
 
     // ---- stages of Q, K and V
 
-    // Waits for Q, and skips the key tiles that only other consumers see before this one's first.
+    // Waits for Q, and drains the key tiles before this consumer's first one.
     __device__ __forceinline__ void drain_first_tiles_and_wait_Q() {
         if (STAGGERED) {
 #pragma unroll 1
@@ -69,8 +69,9 @@ struct WorkTileConsumer : ConsumerTiles {
         if (state.lane == 0) VPipeline::release(base, pipe_index + j);
     }
 
-    // Ping-pong outside of the loop over key tiles. No consumer takes a turn for key tile 0. STAGGERED: nor for its
-    // first tile.
+    // Whether this consumer takes a turn for its first key tile. Not for key tile 0, for which no consumer does, as
+    // none has exponentials yet that could overlap with MMAs. Not with STAGGERED, whose consumers have different first
+    // tiles.
     __device__ __forceinline__ bool first_tile_has_turn() const {
         return !STAGGERED && first_own > 0 && first_own < turns_end;
     }
@@ -102,7 +103,8 @@ struct WorkTileConsumer : ConsumerTiles {
 
     // ---- key tiles that only other consumers see, and the next work tile
 
-    // This consumer still takes part in the barriers, which count the arrivals of all consumers.
+    // Waits for and releases the stages of key tile j, and takes its turn: the barriers count the arrivals of all
+    // consumers.
     __device__ __forceinline__ void drain_tile(int j) {
         if (!STAGGERED && j > 0 && j < turns_end) {
             turn.wait();
@@ -113,11 +115,13 @@ struct WorkTileConsumer : ConsumerTiles {
         wait_V(j);
         release_V(j);
     }
-    // SCHEDULE_LATE: not before the tiles that are left to skip.
+    // Reads the next work tile into state.scheduler.tile and sets state.has_work_tile, the condition of the loop over
+    // work tiles. This work tile's data are copies (ConsumerTiles). With SCHEDULE_LATE, if key tiles are left to drain,
+    // drain_last_tiles does it (SCHEDULE_LATE says why).
     __device__ __forceinline__ void fetch_next_work_tile() {
         if (!SCHEDULE_LATE || last + 1 >= pipeline_tiles()) state.has_work_tile = state.scheduler.next();
     }
-    // Skips the key tiles after the last own one. STAGGERED: some of them in the next work tile.
+    // Drains the key tiles after the last own one; STAGGERED: some of them in the next work tile.
     __device__ __forceinline__ void drain_last_tiles() {
         state.tiles_to_drain = postponed_tiles();
 #pragma unroll 1

@@ -11,30 +11,32 @@
 
 constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
 
-// With ALiBi and a causal mask, the last keys of a row have the largest biases. Visiting them first makes rescaling
-// rare (softmax.cuh).
-#ifndef WALK_BACKWARDS  // visit the key tiles in descending order
+// Visit the key tiles in descending order. With ALiBi and a causal mask, the last keys of a row have the largest
+// biases, so rescaling (softmax.cuh) becomes rare.
+#ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
 
-// With a left window bound (Head::HAS_LEFT_BOUND), the first key tiles of two consumers are up to WINDOW_SKEW tiles
-// apart. With STAGGERED, which needs enough pipeline stages, each consumer starts with the first tile that it sees,
-// without ping-pong for the tiles before it, and skips the tiles after its last one when its O is stored. All consumers
-// then start together (window of 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
+// STAGGERED: with a left window bound, the first key tiles of two consumers are up to WINDOW_SKEW tiles apart. Each
+// consumer starts with the first tile that it sees: it drains the tiles before it without ping-pong, and those after
+// its last tile when its O is stored. All consumers then start together, if there are enough pipeline stages (window of
+// 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
 constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
 constexpr bool STAGGERED =
     Head::HAS_LEFT_BOUND && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
-// Ragged batches: the load warp releases the scheduler's stage when it loads the second to last key tile, not when the
-// work tile starts, so that the block draws its next work tile late. A work tile that is drawn early waits for this
-// block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at D = 256: +6%; a release at
-// the last key tile: -1%). A consumer therefore skips its remaining key tiles before it waits for the next work tile.
+// SCHEDULE_LATE: in ragged batches, the load warp releases the scheduler's stage when it loads the second to last key
+// tile, not when the work tile starts, so that the block draws its next work tile late. A work tile that is drawn early
+// waits for this block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at D = 256:
+// +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers have released earlier
+// tiles. A consumer therefore drains its remaining key tiles before it waits for the next work tile: otherwise both
+// could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
-// fully_visible: the mask tensor and the user's condition hide no key of the tile from the consumer's rows. Lengths,
-// causality and windows are tested separately (ConsumerTiles::fully_visible).
+// mask_allows_all: the mask tensor and mask_mod hide no key of the tile from the consumer's rows. Lengths, causality
+// and windows are tested separately (ConsumerTiles::fully_visible_keys).
 struct KeyTile {
     int n0;  // first key
     bool mask_allows_all;
@@ -42,7 +44,7 @@ struct KeyTile {
 
 struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a head, and the key tiles they see
     Range n_blocks;
-    int tiles;
+    int tiles;  // how many; with a block map, at most
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
         n_blocks = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
         tiles = n_blocks.end - n_blocks.begin;
@@ -51,8 +53,8 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     __device__ __forceinline__ int n0(int j) const {
         return (WALK_BACKWARDS ? n_blocks.end - 1 - j : Head::HAS_LEFT_BOUND ? n_blocks.begin + j : j) * BLOCK_N;
     }
-    // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own: the range
-    // of its `count` key tiles.
+    // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own_n_blocks:
+    // the range of its `count` key tiles.
     __device__ __forceinline__ int first_own_tile(Range own_n_blocks, int count) const {
         if (count <= 0 || Head::MAPPED) return 0;
         if (WALK_BACKWARDS) return n_blocks.end - own_n_blocks.end;
@@ -119,11 +121,11 @@ struct ConsumerTiles : WorkTileRange {
         if (list_entry & LAST_TILE) last = j;
         return {static_cast<int>(list_entry / (2 * LAST_TILE)) * BLOCK_N, (list_entry >> consumer & 1) != 0};
     }
-    // The number of the work tile's key tiles in the pipeline.
+    // Number of key tiles of the work tile that pass through the pipeline. A consumer uses some of them, and drains the
+    // others.
     __device__ __forceinline__ int pipeline_tiles() const { return Head::MAPPED ? last + 1 : tiles; }
-    // Number of last tiles that only other consumers see; skipped in the next work tile if STAGGERED. At most STAGES:
-    // after the block's last work tile they are not skipped, so their stages are never released, and the producer must
-    // not wait for these stages.
+    // STAGGERED: number of key tiles after the last own one that this consumer drains in the next work tile. At most
+    // STAGES: after the block's last work tile nothing drains them, and with more the producer would wait for ever.
     __device__ __forceinline__ int postponed_tiles() const {
         return STAGGERED ? min(pipeline_tiles() - last - 1, static_cast<int>(STAGES)) : 0;
     }
