@@ -72,14 +72,14 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
             int j = 0;
 #pragma unroll 1
             for (int previous_n0 = 0, n0 = 0, entry = 0;; ++j, previous_n0 = n0) {
-                const bool more = !(entry & LAST_TILE);
-                if (more) {
+                const bool has_next = !list_entry::is_last(entry);
+                if (has_next) {
                     entry = lists.next();
-                    n0 = entry / (2 * LAST_TILE) * BLOCK_N;
+                    n0 = list_entry::n_block(entry) * BLOCK_N;
                     loader.load_K(j, n0, entry);
                 }
                 if (j > 0) loader.load_V(j - 1, previous_n0);
-                if (!more) break;
+                if (!has_next) break;
             }
             return j;
         } else {
@@ -115,11 +115,11 @@ struct ConsumerTiles : WorkTileRange {
           last(Head::MAPPED && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
           fully_visible_keys(head.fully_visible_keys<Head::MAPPED>(warp_row, warp_row + 16)) {}
 
-    // Key tile j. list_entry: with a block map, its entry in the list.
-    __device__ __forceinline__ KeyTile key_tile(int j, unsigned list_entry) {
+    // Key tile j. With a block map it is given by its list entry, which also tells `last`.
+    __device__ __forceinline__ KeyTile key_tile(int j, unsigned entry) {
         if (!Head::MAPPED) return {n0(j), !Head::ELEMENT_MASK};
-        if (list_entry & LAST_TILE) last = j;
-        return {static_cast<int>(list_entry / (2 * LAST_TILE)) * BLOCK_N, (list_entry >> consumer & 1) != 0};
+        if (list_entry::is_last(entry)) last = j;
+        return {list_entry::n_block(entry) * BLOCK_N, list_entry::all_allowed(entry, consumer)};
     }
     // Number of key tiles of the work tile that pass through the pipeline. A consumer uses some of them, and drains the
     // others.
