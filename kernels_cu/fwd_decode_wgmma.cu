@@ -2,9 +2,9 @@
 // GPU without split-KV.
 //
 // The query heads of a key/value head are the rows of one tile (packed GQA), as in fwd_decode. Keys, and then columns
-// of V, are the 64 rows (M) of wgmma; packed rows are its N, so few of them waste nothing. The kernel is persistent: a
-// work tile is one key/value head, two blocks share an SM, and all blocks have the same number of work tiles, or one
-// fewer.
+// of V, are the 64 rows (M) of wgmma; packed rows are its N, so few of them waste nothing. The kernel is
+// persistent: a work tile is one key/value head, two blocks share an SM, and all blocks have the same number of work
+// tiles, or one fewer.
 //
 // clang-format off
 //   load warp     K0 V0 K1 V1 ... next work tile ...   STAGES stages of K and V, each with a full and an empty mbarrier
@@ -35,15 +35,14 @@ __device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& 
     unsigned next_pipe_index = 0;  // index in the pipeline of the next key tile
 #pragma unroll 1
     for (int number = blockIdx.x; number < work_tiles; number += gridDim.x) {
-        const WorkTileRange work_tile(number, row_tiles, Hk, group, score);
+        const PackedWorkTile work_tile(number, row_tiles, Hk, group, score);
         // The tensor map of a broadcast dimension (stride 0) has size 1.
         const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
                               unsigned tile, int j) {
             const unsigned stage = stage_of(next_pipe_index);
             pipeline.acquire(base, next_pipe_index);
-            tiles.load(base + tile + stage * tiles.BYTES, map, work_tile.first_key(j),
-                       tensor.stride_h ? work_tile.h : 0, tensor.stride_b ? work_tile.b : 0,
-                       pipeline.full(base, stage));
+            tiles.load(base + tile + stage * tiles.BYTES, map, work_tile.n0(j), tensor.stride_h ? work_tile.h : 0,
+                       tensor.stride_b ? work_tile.b : 0, pipeline.full(base, stage));
         };
 #pragma unroll 1
         for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
@@ -60,7 +59,7 @@ __device__ __forceinline__ void sum_over_lanes(float (&l)[ROWS_PER_THREAD]) {
 #pragma unroll
         for (int r = 0; r < ROWS_PER_THREAD; ++r) l[r] += __shfl_xor_sync(0xffffffffu, l[r], lanes);
 }
-__device__ __forceinline__ void consumer_barrier() { named_barrier_sync(CONSUMER_BARRIER, CONSUMERS); }
+__device__ __forceinline__ void consumer_barrier() { named_barrier_sync(CONSUMER_BARRIER, CONSUMER_THREADS); }
 
 // The consumer warpgroup in one work tile. m, S and O_acc are variables of the kernel: as members they would compile to
 // other code.
@@ -72,7 +71,7 @@ struct ConsumerWarpgroup {
     const Head& group_head;       // all heads of the work tile have its mask
     float* const warp_stats;      // [4][BLOCK_M], in shared memory
     float (&m)[ROWS_PER_THREAD];  // a raw score, equal in all lanes that have the row
-    float (&S)[N], (&O_acc)[Values::SLABS][N];
+    float (&S)[ACCUMULATORS], (&O_acc)[Values::SLABS][ACCUMULATORS];
 
     // MMAs on the i-th tile of the pipeline (issue only), and the release of its stage.
     __device__ __forceinline__ void mma_KQ(unsigned i) const {
@@ -87,7 +86,7 @@ struct ConsumerWarpgroup {
     }
     __device__ __forceinline__ void mma_VP(unsigned i) const {
         VPipeline::wait(base, i);
-        const Descriptor P_smem = Pairs::k_major(base + P_AT + i % 2 * Pairs::BYTES);
+        const Descriptor P_smem = PTile::k_major(base + P_AT + i % 2 * PTile::BYTES);
         wgmma_fence();
 #pragma unroll
         for (int slab = 0; slab < Values::SLABS; ++slab) {
@@ -96,7 +95,7 @@ struct ConsumerWarpgroup {
 #pragma unroll
             for (int step = 0; step < BLOCK_N / 16; ++step)
                 wgmma<Order::K_MAJOR, Order::MN_MAJOR>(O_acc[slab], V_smem + Values::mn_step(step),
-                                                       P_smem + Pairs::k_step(step), true);
+                                                       P_smem + PTile::k_step(step), true);
         }
         wgmma_commit();
     }
@@ -117,39 +116,39 @@ struct ConsumerWarpgroup {
     }
 
     // Raw scores (in units of the dot product); -INF where masked.
-    __device__ __forceinline__ void score_mod_and_mask(const WorkTileRange& work_tile, int key) const {
-        const int column = opaque(q);  // hides that it is loop-invariant: saves registers
+    __device__ __forceinline__ void score_mod_and_mask(const PackedWorkTile& work_tile, int key) const {
+        const int q_opaque = opaque(q);  // hides that it is loop-invariant: saves registers
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const int row = row_of(own_row(k), column);
+        for (int k = 0; k < ACCUMULATORS; ++k) {
+            const int row = tile_row(thread_row(k), q_opaque);
             const Head head(group_head, work_tile.head(row));
             const ScoreIndex at(work_tile.query(row), key, 0, k / 2 % 2 * 8);
             S[k] = head.visible(at.query_row(), at.key_col()) ? head.raw(S[k], at) : -INF;
         }
     }
-    __device__ __forceinline__ float apply_dropout(const WorkTileRange& work_tile, int k, float x, int key) const {
+    __device__ __forceinline__ float apply_dropout(const PackedWorkTile& work_tile, int k, float x, int key) const {
         if (!DROPOUT) return x;
-        const int row = row_of(own_row(k), opaque(q));
+        const int row = tile_row(thread_row(k), opaque(q));
         return Head(group_head, work_tile.head(row)).keep(work_tile.query(row), key + k / 2 % 2 * 8) ? x : 0.0f;
     }
     // P = exp(S - m), to P_smem; returns whether some P is too large. OF_DIFFERENCES: from S - m, which cannot
     // overflow.
     template <bool OF_DIFFERENCES>
-    __device__ __forceinline__ bool exponentiate(const WorkTileRange& work_tile, SmemAddr P_smem, int key) const {
+    __device__ __forceinline__ bool exponentiate(const PackedWorkTile& work_tile, SmemAddr P_smem, int key) const {
         float max_P = 0.0f;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float top = m[own_row(k)];
+        for (int k = 0; k < ACCUMULATORS; ++k) {
+            const float top = m[thread_row(k)];
             if constexpr (OF_DIFFERENCES) S[k] = ex2((S[k] - finite_max(top)) * scale_log2);
             else S[k] = ex2(fmaf(S[k], scale_log2, softmax_shift(top, scale_log2)));
             max_P = fmaxf(max_P, S[k]);
         }
-        unsigned pairs[BLOCK_M / 16][4];
+        unsigned packed[BLOCK_M / 16][4];
 #pragma unroll
-        for (int k = 0; k < N; k += 2)
-            pairs[k / 8][k / 2 % 4] =
+        for (int k = 0; k < ACCUMULATORS; k += 2)
+            packed[k / 8][k / 2 % 4] =
                 pack(apply_dropout(work_tile, k, S[k], key), apply_dropout(work_tile, k + 1, S[k + 1], key));
-        store_transposed<Pairs>(P_smem, warp * 2, pairs);
+        store_transposed<PTile>(P_smem, warp * 2, packed);
         fence_proxy_async();
         return max_P > P_LIMIT;
     }
@@ -169,7 +168,7 @@ struct ConsumerWarpgroup {
 #pragma unroll
         for (int r = 0; r < ROWS_PER_THREAD; ++r) {
             float top = m[r];
-            for (int w = 0; w < 4; ++w) top = fmaxf(top, warp_stats[w * BLOCK_M + row_of(r, q)]);
+            for (int w = 0; w < 4; ++w) top = fmaxf(top, warp_stats[w * BLOCK_M + tile_row(r, q)]);
             const float alpha = rescale_factor(m[r], top, scale_log2);
             m[r] = top, l[r] *= alpha, scale_O(r, alpha);
         }
@@ -180,7 +179,7 @@ struct ConsumerWarpgroup {
     }
     __device__ __forceinline__ void store_row_stats(float* to, const float (&stats)[ROWS_PER_THREAD]) const {
 #pragma unroll
-        for (int r = 0; r < ROWS_PER_THREAD; ++r) to[row_of(r, q)] = stats[r];
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) to[tile_row(r, q)] = stats[r];
     }
     __device__ __forceinline__ void scale_O(int r, float factor) const {  // the thread's r-th row
 #pragma unroll
@@ -205,7 +204,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const int row_tiles = (score.Sq * group + BLOCK_M - 1) / BLOCK_M, work_tiles = row_tiles * Hk * B;
     unsigned next_pipe_index = 0;  // index in the pipeline of the next key tile
 
-    if (warp == CONSUMERS / 32) {
+    if (warp == CONSUMER_THREADS / 32) {
         const bool leader = elect();  // initialises the mbarriers and loads at once
         if (leader) init_barriers(base);
         __syncwarp();  // the mbarriers are initialised
@@ -218,8 +217,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     const int g = lane / 4, q = lane % 4;
     float* const warp_stats = reinterpret_cast<float*>(smem + ROW_STATS_AT);  // [4][BLOCK_M]
     float* const row_maxima = warp_stats + 4 * BLOCK_M;                       // [BLOCK_M]
-    WorkTileRange work_tile(blockIdx.x, row_tiles, Hk, group, score);
-    load_packed_rows<Queries, HEAD_DIM, CONSUMERS>(base, Q, work_tile, score);
+    PackedWorkTile work_tile(blockIdx.x, row_tiles, Hk, group, score);
+    load_packed_rows<Queries, HEAD_DIM, CONSUMER_THREADS>(base, Q, work_tile, score);
     named_barrier_sync(BARRIERS_READY, THREADS);  // the mbarriers are initialised before they are used
 #pragma unroll 1
     for (;;) {
@@ -227,13 +226,13 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         const Range fully_visible = group_head.fully_visible_keys(work_tile.first_query, work_tile.end_of_queries());
         // l: this thread's part of the row sum
         float m[ROWS_PER_THREAD], l[ROWS_PER_THREAD];
-        float S[N], O_acc[Values::SLABS][N];
+        float S[ACCUMULATORS], O_acc[Values::SLABS][ACCUMULATORS];
         bool large = false;
         ConsumerWarpgroup consumer{base, warp, lane, g, q, scale_log2, group_head, warp_stats, m, S, O_acc};
 #pragma unroll
         for (int r = 0; r < ROWS_PER_THREAD; ++r) m[r] = -INF, l[r] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < Values::SLABS * N; ++i) O_acc[i / N][i % N] = 0.0f;
+        for (int i = 0; i < Values::SLABS * ACCUMULATORS; ++i) O_acc[i / ACCUMULATORS][i % ACCUMULATORS] = 0.0f;
         cp_async_wait<0>();
         fence_proxy_async();
         consumer_barrier();  // Q has arrived; the previous O has been read
@@ -244,7 +243,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 #pragma unroll 1
         for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
             const unsigned pipe_index = uniform(next_pipe_index);
-            const int n0 = work_tile.first_key(j), key = n0 + static_cast<int>(warp) * 16 + g;
+            const int n0 = work_tile.n0(j), key = n0 + static_cast<int>(warp) * 16 + g;
             if (!OVERLAP_QK) {
                 consumer.mma_KQ(pipe_index);
                 consumer.wait_S();
@@ -253,22 +252,22 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                                     n0 + BLOCK_N > fully_visible.end;
             if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
             const bool needs_rescale =
-                consumer.exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * Pairs::BYTES, key) || large;
+                consumer.exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * PTile::BYTES, key) || large;
             if (OVERLAP_QK) {
                 consumer.wait_O();  // of the previous tile
                 if (j > 0) consumer.release_V(pipe_index - 1);
             }
-            if (named_barrier_or(CONSUMER_BARRIER, CONSUMERS, needs_rescale)) {
+            if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, needs_rescale)) {
                 consumer.mma_KQ(pipe_index);
                 consumer.wait_S();
                 if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
                 large = consumer.rescale(l);
-                consumer.exponentiate<true>(work_tile, base + P_AT + pipe_index % 2 * Pairs::BYTES, key);  // now P <= 1
+                consumer.exponentiate<true>(work_tile, base + P_AT + pipe_index % 2 * PTile::BYTES, key);  // now P <= 1
                 consumer_barrier();
             }
             consumer.release_K(pipe_index);
 #pragma unroll
-            for (int k = 0; k < N; ++k) l[own_row(k)] += S[k];
+            for (int k = 0; k < ACCUMULATORS; ++k) l[thread_row(k)] += S[k];
             if (OVERLAP_QK && j + 1 < work_tile.tiles) consumer.mma_KQ(pipe_index + 1);
             consumer.mma_VP(pipe_index);
             if (OVERLAP_QK) {
@@ -286,11 +285,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 
         const int number = work_tile.number(row_tiles, Hk) + gridDim.x;
         const bool more = number < work_tiles;
-        WorkTileRange next = work_tile;
+        PackedWorkTile next = work_tile;
         if (more) {
-            next = WorkTileRange(number, row_tiles, Hk, group, score);
+            next = PackedWorkTile(number, row_tiles, Hk, group, score);
             // Every warp has read the current Q: it passed the barrier after the last P.
-            load_packed_rows<Queries, HEAD_DIM, CONSUMERS>(base, Q, next, score);
+            load_packed_rows<Queries, HEAD_DIM, CONSUMER_THREADS>(base, Q, next, score);
         }
         bool non_finite = false;
 #pragma unroll
@@ -300,9 +299,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         if (warp == 0 && g == 1) consumer.store_row_stats(row_maxima, m);  // for LSE
         // The row sums are stored, and no MMA reads P any more. A masked key has P = 0, but 0 * NaN is NaN: rows that
         // are not finite are recomputed. Rare.
-        if (named_barrier_or(CONSUMER_BARRIER, CONSUMERS, Head::HIDES && non_finite)) {
+        if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, Head::HIDES && non_finite)) {
 #pragma unroll 1
-            for (int row = warp; work_tile.has(row); row += CONSUMERS / 32)
+            for (int row = warp; work_tile.has(row); row += CONSUMER_THREADS / 32)
                 attend_non_finite<1, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.head(row), H,
                                         work_tile.query(row), 0);
         } else {
@@ -316,16 +315,18 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             };
 #pragma unroll
             for (int r = 0; r < ROWS_PER_THREAD; ++r)
-                consumer.scale_O(r, finalize(SINK ? head_of(row_of(r, q)) : group_head, row_of(r, q), m[r]).inverse);
+                consumer.scale_O(r,
+                                 finalize(SINK ? head_of(tile_row(r, q)) : group_head, tile_row(r, q), m[r]).inverse);
 #pragma unroll
             for (int slab = 0; slab < Values::SLABS; ++slab) {
-                unsigned pairs[BLOCK_M / 16][4];
+                unsigned packed[BLOCK_M / 16][4];
 #pragma unroll
-                for (int k = 0; k < N; k += 2) pairs[k / 8][k / 2 % 4] = pack(O_acc[slab][k], O_acc[slab][k + 1]);
-                store_transposed<Pairs>(base + P_AT + slab * Pairs::BYTES, warp * 2, pairs);
+                for (int k = 0; k < ACCUMULATORS; k += 2)
+                    packed[k / 8][k / 2 % 4] = pack(O_acc[slab][k], O_acc[slab][k + 1]);
+                store_transposed<PTile>(base + P_AT + slab * PTile::BYTES, warp * 2, packed);
             }
             consumer_barrier();
-            store_packed_rows<Pairs, HEAD_DIM_V, CONSUMERS>(smem + P_AT, O, work_tile, group_head);
+            store_packed_rows<PTile, HEAD_DIM_V, CONSUMER_THREADS>(smem + P_AT, O, work_tile, group_head);
             if (const int row = threadIdx.x; row < BLOCK_M && work_tile.has(row)) {  // one thread per row
                 const Head head = head_of(row);
                 LSE[head.lse_offset(H, work_tile.head(row)) + work_tile.query(row)] =

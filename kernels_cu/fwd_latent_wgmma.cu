@@ -152,16 +152,16 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ void key_tile(Scores& S, RowStats& stats, const Range (&visible)[2], float scale_log2,
                                              unsigned j, float* factors) {
         mma_QK(S, j);
-        apply_mask(S, tile.first_key(j), visible);
+        apply_mask(S, tile.n0(j), visible);
         float factor[2] = {1.0f, 1.0f};
         unsigned P[BLOCK_N / 16][4];
         stats.update<false>(P, S, scale_log2,
                             [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
         PPipeline::acquire(base, j);
-        const SmemAddr P_smem = base + P_AT + j % 2 * Pairs::BYTES;
+        const SmemAddr P_smem = base + P_AT + j % 2 * PTile::BYTES;
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step)
-            stmatrix_x4(P_smem + Pairs::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
+            stmatrix_x4(P_smem + PTile::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
                         P[step][2], P[step][3]);
         const int r = 16 * warp + lane / 4;
         if (lane % 4 == 0) {

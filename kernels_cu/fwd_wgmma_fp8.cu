@@ -111,7 +111,7 @@ struct ConsumerWarpgroup {
     const SmemAddr base;
     const unsigned warp, lane, consumer, own_turn, next_turn;  // turns: see warp_scheduler_barrier
     const unsigned pipe_index;  // key tiles of earlier work tiles; the highest bit is the phase of Q's barriers
-    const WorkTileRange work_tile;
+    const Fp8WorkTileRange work_tile;
     const int warpgroup_row, warp_row;  // of the warpgroup, of the warp
     const Head head;
     const float scale_log2;            // of P = exp2((S - m) * scale_log2)

@@ -5,15 +5,16 @@
 #include "softmax_rows.cuh"
 #include "swizzle.cuh"
 
-constexpr unsigned CONSUMERS = 128, THREADS = CONSUMERS + 32;  // threads of the warpgroup; with the load warp
+constexpr unsigned CONSUMER_THREADS = 128,
+                   THREADS = CONSUMER_THREADS + 32;  // threads of the warpgroup; with the load warp
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-constexpr int N = BLOCK_M / 2;           // a thread's accumulators of S^T, and of 64 columns of O^T
-using Fragment = QueryColumns<BLOCK_M>;  // of S^T and O^T: columns are packed rows
+constexpr int ACCUMULATORS = BLOCK_M / 2;  // a thread's accumulators of S^T, and of 64 columns of O^T
+using Fragment = QueryColumns<BLOCK_M>;    // of S^T and O^T: columns are packed rows
 constexpr int ROWS_PER_THREAD = Fragment::ROWS;
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
-using Pairs = Swizzled<BLOCK_M, BLOCK_N>;   // P; and 64 columns of O
+using PTile = Swizzled<BLOCK_M, BLOCK_N>;   // P; and 64 columns of O
 constexpr bool OVERLAP_QK = BLOCK_M <= 32;  // S^T of the next tile before O^T of this one; with 64 rows it spills
 constexpr float P_LIMIT = 16384.0f;         // fp16 holds it (max 65504)
 constexpr unsigned CONSUMER_BARRIER = 1, BARRIERS_READY = 2;  // named barriers
@@ -22,7 +23,7 @@ static_assert(Values::SLABS <= 2, "O finds room where P was");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 // Names that end in _AT are offsets in shared memory, in bytes.
-constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * Pairs::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
+constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * PTile::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
                    ROW_STATS_AT = V_AT + STAGES * Values::BYTES, BARRIERS_AT = ROW_STATS_AT + 5 * 4 * BLOCK_M;
 using KPipeline = Pipeline<BARRIERS_AT>;
 using VPipeline = Pipeline<KPipeline::END>;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// own_row: which of the thread's rows element k of S^T or O^T belongs to. row_of: row of the tile, r-th of lanes 4 g +
-// q.
-__device__ constexpr int own_row(int k) { return Fragment::row(k); }
-__device__ __forceinline__ int row_of(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
+// thread_row: which of the thread's rows element k of S^T or O^T belongs to. tile_row: row of the tile, r-th of lanes 4
+// g + q.
+__device__ constexpr int thread_row(int k) { return Fragment::row(k); }
+__device__ __forceinline__ int tile_row(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }

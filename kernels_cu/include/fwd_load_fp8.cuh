@@ -10,7 +10,7 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
                                                 const Score& score) {
     unsigned work_tiles = 0, pipe_index = 0;  // earlier work tiles, and key tiles of these
     unsigned* const has_tile = reinterpret_cast<unsigned*>(smem + HAS_TILE_AT);
-    for_each_fp8_work_tile(heads, H, full_wave_tiles, partials, score, [&](const WorkTileRange& work_tile) {
+    for_each_fp8_work_tile(heads, H, full_wave_tiles, partials, score, [&](const Fp8WorkTileRange& work_tile) {
         const int h = work_tile.h / group, b = work_tile.b;
         const SeqlenInfo sequence(score, b);
         // The tensor map of a broadcast dimension (stride 0) has size 1.

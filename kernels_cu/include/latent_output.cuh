@@ -43,11 +43,11 @@ struct OutputWarpgroup {
     // O += P V of key tile j: 16 keys per step.
     template <int BEGIN, int END>
     __device__ __forceinline__ void mma_PV(unsigned j, SmemAddr V_at) {
-        const Descriptor P_smem = Pairs::k_major(base + P_AT + j % 2 * Pairs::BYTES), V_smem = Half::mn_major(V_at);
+        const Descriptor P_smem = PTile::k_major(base + P_AT + j % 2 * PTile::BYTES), V_smem = Half::mn_major(V_at);
         wgmma_fence();
 #pragma unroll
         for (int step = BEGIN; step < END; ++step)
-            wgmma<Order::MN_MAJOR>(O, P_smem + Pairs::k_step(step), V_smem + Half::mn_step(step), true);
+            wgmma<Order::MN_MAJOR>(O, P_smem + PTile::k_step(step), V_smem + Half::mn_step(step), true);
         wgmma_commit();
     }
 
@@ -73,7 +73,7 @@ struct OutputWarpgroup {
             if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) RowStats::scale_O(O, alpha);
             HalfPipeline::wait(base, unit);
             const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
-            const int keys = tile.seqlen.Sk - tile.first_key(j);
+            const int keys = tile.seqlen.Sk - tile.n0(j);
             if (KEY_LENGTHS && keys < BLOCK_N) clear_hidden(V_at, smem, keys);
             if constexpr (EARLY > 0) mma_PV<0, EARLY>(index, V_at);
             if constexpr (EARLY < STEPS) {
@@ -123,12 +123,12 @@ struct OutputWarpgroup {
         const unsigned O_AT = HALF * Half::BYTES;  // [64][HALF_COLUMNS], as large as 64 keys
 #pragma unroll
         for (int step = 0; step < HALF_COLUMNS / 16; ++step) {
-            unsigned pairs[4];
+            unsigned packed[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                pairs[k] = pack(O[8 * step + 2 * k] * inverse[k % 2], O[8 * step + 2 * k + 1] * inverse[k % 2]);
-            stmatrix_x4(base + O_AT + Half::chunk(16 * warp + lane % 16, 2 * step + lane / 16), pairs[0], pairs[1],
-                        pairs[2], pairs[3]);
+                packed[k] = pack(O[8 * step + 2 * k] * inverse[k % 2], O[8 * step + 2 * k + 1] * inverse[k % 2]);
+            stmatrix_x4(base + O_AT + Half::chunk(16 * warp + lane % 16, 2 * step + lane / 16), packed[0], packed[1],
+                        packed[2], packed[3]);
         }
         __syncwarp();  // the warp's 16 rows are in shared memory
 #pragma unroll 4

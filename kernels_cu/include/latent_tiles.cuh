@@ -18,7 +18,7 @@ constexpr int Q_REGISTER_SLABS = Q_SLABS < SLABS ? Q_SLABS : SLABS;  // the firs
 using Half = Swizzled<BLOCK_N, HALF_COLUMNS>;                        // 64 keys of the left, or right, half of V
 using Rest = Swizzled<BLOCK_N, 64 * REST_SLABS>;                     // their columns that are not in V
 using Queries = Swizzled<BLOCK_M, 64 * (SLABS - Q_REGISTER_SLABS)>;
-using Pairs = Swizzled<BLOCK_M, BLOCK_N>;  // P
+using PTile = Swizzled<BLOCK_M, BLOCK_N>;  // P
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "one m64n64 accumulator");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 static_assert(STAGES / 2 == 2, "the left half's thread loads the rest and the right half of one key tile");
@@ -26,7 +26,7 @@ static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma"
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 
 constexpr unsigned REST_STAGES = 2, REST_AT = STAGES * Half::BYTES;
-constexpr unsigned P_AT = REST_AT + REST_STAGES * Rest::BYTES, Q_AT = P_AT + 2 * Pairs::BYTES;
+constexpr unsigned P_AT = REST_AT + REST_STAGES * Rest::BYTES, Q_AT = P_AT + 2 * PTile::BYTES;
 constexpr unsigned ALPHA_AT = Q_AT + Queries::BYTES, SUMS_AT = ALPHA_AT + 2 * 4 * BLOCK_M;
 constexpr unsigned BARRIERS_AT = SUMS_AT + 8 * BLOCK_M;
 using HalfPipeline = Pipeline<BARRIERS_AT, STAGES>;  // left half of keys 0, right half, left half of keys 1, ...
@@ -76,7 +76,7 @@ struct BlockTile {
         const int per_split = (all + split.splits - 1) / split.splits, skipped = min(split.split * per_split, all);
         first = begin + skipped, tiles = min(per_split, all - skipped);
     }
-    __device__ __forceinline__ int first_key(int j) const { return (first + j) * BLOCK_N; }
+    __device__ __forceinline__ int n0(int j) const { return (first + j) * BLOCK_N; }
     __device__ __forceinline__ bool has(int row) const { return row0 + row < rows_end; }
     __device__ __forceinline__ PackedRow row(int r) const { return PackedRow(row0 + r, kv_head, group); }
 };
@@ -96,7 +96,7 @@ struct KeyLoader {
 
     // The address of key tile j, for the functions below. Paged keys: reads the block table.
     __device__ __forceinline__ KeyAddress address(int j) const {
-        return j < tile.tiles ? tile.seqlen.key_address(tile.first_key(j)) : KeyAddress{};
+        return j < tile.tiles ? tile.seqlen.key_address(tile.n0(j)) : KeyAddress{};
     }
     // Loads half a V, when its stage is empty: left halves have even numbers.
     __device__ __forceinline__ void load_half(unsigned number, KeyAddress from) const {

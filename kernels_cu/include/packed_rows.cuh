@@ -4,10 +4,10 @@
 #include "score_mod.cuh"
 
 // A work tile: packed rows row0 .. rows_end - 1 of key/value head h, and the key tiles that they see.
-struct WorkTileRange {
+struct PackedWorkTile {
     int row0, rows_end, h, b, begin, tiles;
     int group, first_query, first_head;  // of row 0 of the tile: its query, and its head within the group
-    __device__ __forceinline__ WorkTileRange(int number, int row_tiles, int Hk, int group, const Score& score)
+    __device__ __forceinline__ PackedWorkTile(int number, int row_tiles, int Hk, int group, const Score& score)
         : group(group) {
         row0 = number % row_tiles * BLOCK_M, h = number / row_tiles % Hk, b = number / row_tiles / Hk;
         first_query = row0 / group, first_head = row0 % group;
@@ -22,7 +22,7 @@ struct WorkTileRange {
     }
     __device__ __forceinline__ int end_of_queries() const { return query(rows_end - 1 - row0) + 1; }
     // First key of the j-th key tile. Descending: the tiles that need a mask come first.
-    __device__ __forceinline__ int first_key(int j) const { return (begin + tiles - 1 - j) * BLOCK_N; }
+    __device__ __forceinline__ int n0(int j) const { return (begin + tiles - 1 - j) * BLOCK_N; }
     // Query and head of a row of the tile. The quotient of so few rows is exact in fp32; an integer division takes 30
     // instructions.
     __device__ __forceinline__ int query(int row) const { return first_query + queries_after(row); }
@@ -41,7 +41,7 @@ struct WorkTileRange {
 // columns from COLUMNS on become zeros.
 template <class Tile, int COLUMNS, unsigned THREADS>
 __device__ __forceinline__ void load_packed_rows(SmemAddr tile, const View<const dtype>& Q,
-                                                 const WorkTileRange& work_tile, const Score& score) {
+                                                 const PackedWorkTile& work_tile, const Score& score) {
     const SeqlenInfo sequence(score, work_tile.b);
 #pragma unroll 1
     for (int i = threadIdx.x; i < BLOCK_M * Tile::SLABS * 8; i += THREADS) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_packed_rows(SmemAddr tile, const View<const
 // By THREADS threads: copies O of a work tile from shared memory, 16 bytes per copy. Each Slab has 64 columns.
 template <class Slab, int COLUMNS, unsigned THREADS>
 __device__ __forceinline__ void store_packed_rows(const char* slabs, const View<dtype>& O,
-                                                  const WorkTileRange& work_tile, const Head& group_head) {
+                                                  const PackedWorkTile& work_tile, const Head& group_head) {
     constexpr int CHUNKS = (COLUMNS + 63) / 64 * 8;  // of 8 columns
 #pragma unroll
     for (int first = 0; first < BLOCK_M * CHUNKS; first += THREADS) {

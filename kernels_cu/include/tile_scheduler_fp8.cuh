@@ -18,10 +18,10 @@ __device__ __forceinline__ TileInfo uniform(const TileInfo& info) {  // uniform 
     return {same(info.b), same(info.h), same(info.m0), same(info.end), {same(info.split.begin), same(info.split.end)}};
 }
 
-struct WorkTileRange : TileInfo {  // and the key tiles that it sees
+struct Fp8WorkTileRange : TileInfo {  // and the key tiles that it sees
     Range n_blocks;
     int tiles;
-    __device__ __forceinline__ WorkTileRange(const TileInfo& info, const Score& score)
+    __device__ __forceinline__ Fp8WorkTileRange(const TileInfo& info, const Score& score)
         : TileInfo(info), n_blocks(STREAM_K ? split : n_block_range(Head(score, b, h), m0, end)),
           tiles(n_blocks.end - n_blocks.begin) {}
     // First key of the j-th key tile in the order of the mainloop.
@@ -31,7 +31,7 @@ struct WorkTileRange : TileInfo {  // and the key tiles that it sees
 };
 
 // Index j of the first key tile that this consumer's rows see; earlier ones belong to other consumers.
-__device__ __forceinline__ int first_own_tile(const WorkTileRange& work_tile, Range own_n_blocks, int tiles) {
+__device__ __forceinline__ int first_own_tile(const Fp8WorkTileRange& work_tile, Range own_n_blocks, int tiles) {
     return tiles > 0 && Head::HAS_LEFT_BOUND ? own_n_blocks.begin - work_tile.n_blocks.begin : 0;
 }
 
@@ -49,11 +49,11 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, un
     for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
         const RowTile tile_rows = query_tile<BLOCK_M>(score, tile, 0);
         if (!tile_rows.invalid())
-            f(WorkTileRange({tile_rows.b, head, tile_rows.row0, tile_rows.row0 + BLOCK_M}, score));
+            f(Fp8WorkTileRange({tile_rows.b, head, tile_rows.row0, tile_rows.row0 + BLOCK_M}, score));
     });
 #else
     const auto work_tile = [&](int head, int row, Range split = {}, int first = 0, int block = 0) {
-        return WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, split, first, block}, score);
+        return Fp8WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, split, first, block}, score);
     };
     if constexpr (CAUSAL) {
         const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
