@@ -1,10 +1,11 @@
 // Rung 4: decoding on Hopper's warpgroup MMA (wgmma), fed by TMA: few queries, many keys, and enough heads to fill the
 // GPU without split-KV.
 //
-// The query heads of a key/value head are the rows of one tile (packed GQA), as in fwd_decode. Keys, and then columns
-// of V, are the 64 rows (M) of wgmma; packed rows are its N, so few of them waste nothing. The kernel is
-// persistent: a work tile is one key/value head, two blocks share an SM, and all blocks have the same number of work
-// tiles, or one fewer.
+// The query heads of a key/value head are the rows of one tile (packed GQA), as in fwd_decode: BLOCK_M packed rows. The
+// operands are swapped (S^T = K Q^T, O^T = V^T P^T): wgmma's M is 64 keys (BLOCK_N), and then 64 columns of V, and its
+// N is BLOCK_M. Few query rows therefore waste no work of the tensor cores. The kernel is persistent: a work tile is
+// BLOCK_M packed rows of one key/value head, two blocks share an SM, and all blocks have the same number of work tiles,
+// or one fewer.
 //
 // clang-format off
 //   load warp     K0 V0 K1 V1 ... next work tile ...   STAGES stages of K and V, each with a full and an empty mbarrier
@@ -14,10 +15,11 @@
 // clang-format on
 //
 // S^T of the next tile is issued before O^T of this one, so that P of the next tile is computed during O^T: 0.64
-// instead of 0.74 us per tile. This matters in the last 10 us of a launch (512 heads of 8192 keys: 0.3%).
+// instead of 0.74 us per tile. The time of a tile matters for blocks that finish after all others, in the last 10 us of
+// a launch: 0.3% with 512 heads of 8192 keys.
 //
-// The warps of fwd_decode have keys of their own, and combine their results for 4 us per head, during which the SM
-// loads nothing. Here there is nothing to combine, and the next head's keys load meanwhile.
+// In fwd_decode each warp has other keys. To combine the results of the warps takes 4 us per head, during which the SM
+// loads nothing. Here the warps share all keys, and the keys of the next head load while O is stored.
 //
 // Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first tile. If a P is too large, S is computed again
 // (K is still in its stage) and m is raised, by all four warps together, because each has columns of O of all rows. The
@@ -61,8 +63,8 @@ __device__ __forceinline__ void sum_over_lanes(float (&l)[ROWS_PER_THREAD]) {
 }
 __device__ __forceinline__ void consumer_barrier() { named_barrier_sync(CONSUMER_BARRIER, CONSUMER_THREADS); }
 
-// The consumer warpgroup in one work tile. m, S and O_acc are variables of the kernel: as members they would compile to
-// other code.
+// The consumer warpgroup in one work tile. m, S and O_acc are references to variables of the kernel: with members the
+// machine code differs, and has not been timed.
 struct ConsumerWarpgroup {
     const SmemAddr base;
     const unsigned warp, lane;

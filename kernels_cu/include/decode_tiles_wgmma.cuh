@@ -6,7 +6,7 @@
 #include "swizzle.cuh"
 
 constexpr unsigned CONSUMER_THREADS = 128,
-                   THREADS = CONSUMER_THREADS + 32;  // threads of the warpgroup; with the load warp
+                   THREADS = CONSUMER_THREADS + 32;  // the consumer warpgroup; and the load warp
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
 constexpr int ACCUMULATORS = BLOCK_M / 2;  // a thread's accumulators of S^T, and of 64 columns of O^T
 using Fragment = QueryColumns<BLOCK_M>;    // of S^T and O^T: columns are packed rows
@@ -19,7 +19,7 @@ constexpr bool OVERLAP_QK = BLOCK_M <= 32;  // S^T of the next tile before O^T o
 constexpr float P_LIMIT = 16384.0f;         // fp16 holds it (max 65504)
 constexpr unsigned CONSUMER_BARRIER = 1, BARRIERS_READY = 2;  // named barriers
 static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
-static_assert(Values::SLABS <= 2, "O finds room where P was");
+static_assert(Values::SLABS <= 2, "O is stored in the two buffers of P");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 // Names that end in _AT are offsets in shared memory, in bytes.
@@ -39,7 +39,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// thread_row: which of the thread's rows element k of S^T or O^T belongs to. tile_row: row of the tile, r-th of lanes 4
-// g + q.
+// thread_row: the index, among the thread's packed rows, of the row of element k of S^T or O^T. tile_row: the row of
+// the tile that is the r-th of lanes 4 g + q.
 __device__ constexpr int thread_row(int k) { return Fragment::row(k); }
 __device__ __forceinline__ int tile_row(int r, int q) { return r / 2 * 8 + r % 2 + 2 * q; }
