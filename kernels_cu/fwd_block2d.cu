@@ -141,7 +141,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
         for (int c = 0; c < O_COLS; ++c) {
             const int d = c / 4 * 4 * THREADS_X + c % 4;  // relative to column 4 * tx
             if (HEAD_DIM_V % (4 * THREADS_X) == 0 || 4 * tx + d < HEAD_DIM_V)
-                O_row[d] = dtype_o(O_rmem[i][c] * final_row.inverse);
+                O_row[d] = dtype_o(O_rmem[i][c] * final_row.O_scale);
         }
         if (tx == 0) lse[i * THREADS_Y] = final_row.lse;
     }

@@ -318,7 +318,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 #pragma unroll
             for (int r = 0; r < ROWS_PER_THREAD; ++r)
                 consumer.scale_O(r,
-                                 finalize(SINK ? head_of(tile_row(r, q)) : group_head, tile_row(r, q), m[r]).inverse);
+                                 finalize(SINK ? head_of(tile_row(r, q)) : group_head, tile_row(r, q), m[r]).O_scale);
 #pragma unroll
             for (int slab = 0; slab < Values::SLABS; ++slab) {
                 unsigned packed[BLOCK_M / 16][4];

@@ -75,6 +75,6 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
     if (query_row >= head.Sq) return;  // no barrier below
     const FinalizedRow final_row = head.finalize<ScoreUnits::SCALED>(m, l);
     for (int d = 0; d < HEAD_DIM_V; ++d)
-        O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * final_row.inverse);
+        O.row(b, h, query_row)[d] = dtype_o(O_smem[d * BLOCK_M + t] * final_row.O_scale);
     LSE[head.lse_offset(gridDim.y, h) + query_row] = final_row.lse;
 }

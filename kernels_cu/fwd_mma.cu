@@ -279,7 +279,7 @@ struct ConsumerWarp {
                     const float low = state.O[mt][at.low][2 * half + at.low_element],
                                 high = state.O[mt][at.high][2 * half + at.high_element];
                     *reinterpret_cast<unsigned*>(O_warp + OTile::at(row, at.chunk) + at.byte) =
-                        pack(low * final_row.inverse, high * final_row.inverse);
+                        pack(low * final_row.O_scale, high * final_row.O_scale);
                 }
                 if (q == 0 && row0 + row < head.Sq) LSE[head.lse_offset(gridDim.y, h) + row0 + row] = final_row.lse;
             }

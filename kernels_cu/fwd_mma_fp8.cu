@@ -202,7 +202,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const FinalizedRow final_row = state.finalize(head, mt, half, P_MAX);
-            const float inverse = final_row.inverse * (1.0f / P_MAX);
+            const float O_scale = final_row.O_scale * (1.0f / P_MAX);
             const int query_row = warp_row0 + 16 * mt + 8 * half + g;
             if (query_row >= head.Sq) continue;
             if (q == 0) LSE[head.lse_offset(gridDim.y, h) + query_row] = final_row.lse;
@@ -210,8 +210,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
 #pragma unroll
             for (int dt = 0; dt < HEAD_DIM_V / 16; ++dt) {
                 const float (&even)[4] = state.O[mt][2 * dt], (&odd)[4] = state.O[mt][2 * dt + 1];
-                store4(to + 16 * dt, even[2 * half] * inverse, odd[2 * half] * inverse, even[2 * half + 1] * inverse,
-                       odd[2 * half + 1] * inverse);
+                store4(to + 16 * dt, even[2 * half] * O_scale, odd[2 * half] * O_scale, even[2 * half + 1] * O_scale,
+                       odd[2 * half + 1] * O_scale);
             }
         }
     }

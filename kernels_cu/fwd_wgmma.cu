@@ -162,19 +162,19 @@ struct ConsumerWarpgroup : WorkTileConsumer {
 
     // The last P V is peeled: its own copy of the code, outside the loop, needs 40 fewer instructions in a causal
     // kernel than a condition in the loop (+2.7% at D = 128).
-    __device__ __forceinline__ void last_PV(SoftmaxState& softmax, FragmentP& P, float (&inverse_l)[2]) {
+    __device__ __forceinline__ void last_PV(SoftmaxState& softmax, FragmentP& P, float (&O_scale)[2]) {
         TIMELINE(multiply);
         mma_PV(softmax, P, last);
-        finalize(softmax, inverse_l);  // overlaps with P V
+        finalize(softmax, O_scale);  // overlaps with P V
         fetch_next_work_tile();
         wgmma_wait<0>();
         warpgroup_fence_operand(softmax.O);
         release_V(last);
     }
 
-    // Stores LSE, and returns in inverse_l the factors that normalise O.
-    __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&inverse_l)[2]) {
-        finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, inverse_l);
+    // Stores LSE, and returns in O_scale the factors that normalise O.
+    __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
+        finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
     }
 
     // S = Q K^T
@@ -201,7 +201,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
     }
 
     // O / l to global memory.
-    __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, const float (&inverse_l)[2]) {
+    __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, const float (&O_scale)[2]) {
         const SmemAddr O_smem = OBuffer::warp_rows(base, consumer, warp);
         TIMELINE(store);
         if (SEPARATE_O && state.store_lane) tma_store_wait_read();  // the previous O has left the buffer
@@ -216,8 +216,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
         }
-        OBuffer::store(softmax, inverse_l, O_smem, args.O_warp_map, head, h(), b, warp_row, state.lane,
-                       state.store_lane);
+        OBuffer::store(softmax, O_scale, O_smem, args.O_warp_map, head, h(), b, warp_row, state.lane, state.store_lane);
         if (!SEPARATE_O && state.store_lane) {
             tma_store_wait_read();
             mbarrier_arrive(EmptyQ::at(base, consumer));
@@ -240,16 +239,16 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     for (state.has_work_tile = state.scheduler.next(); state.has_work_tile;) {
         ConsumerWarpgroup warpgroup(state, args);
         SoftmaxState softmax;
-        float inverse_l[2];
+        float O_scale[2];
         wgmma_discard(softmax.O);  // the first P V overwrites it
         warpgroup.drain_first_tiles_and_wait_Q();
         ConsumerWarpgroup::FragmentS S;
         ConsumerWarpgroup::FragmentP P;
         if (warpgroup.own_tiles > 0) warpgroup.mainloop(softmax, S, P);
         if (warpgroup.own_tiles > 0) {  // a second `if`: see above
-            warpgroup.last_PV(softmax, P, inverse_l);
+            warpgroup.last_PV(softmax, P, O_scale);
         } else {
-            warpgroup.finalize(softmax, inverse_l);
+            warpgroup.finalize(softmax, O_scale);
             warpgroup.fetch_next_work_tile();
 #pragma unroll
             for (int i = 0; i < DV_PAD / 2; ++i) softmax.O[i] = 0.0f;
@@ -257,7 +256,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
         if (warpgroup.last <= warpgroup.first_own)
             warpgroup.release_Q();  // the mainloop releases it after two tiles or more
         warpgroup.drain_last_tiles();
-        warpgroup.epilogue(softmax, inverse_l);
+        warpgroup.epilogue(softmax, O_scale);
     }
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }

@@ -242,13 +242,13 @@ __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, SmemAddr b
                                          const WorkTile& work_tile, const Head& head, int first_row, unsigned warp,
                                          unsigned lane) {
     const int row = first_row + lane / 4;
-    float inverse_l[2];
+    float O_scale[2];
     TIMELINE(store);
-    finalize_rows(softmax, head, args.LSE, work_tile.batch_head, row, lane % 4, inverse_l);
+    finalize_rows(softmax, head, args.LSE, work_tile.batch_head, row, lane % 4, O_scale);
     if constexpr (TMA_STORE == ON) {
         if (lane == 0) tma_store_wait_read();  // the previous O has left the buffer
         __syncwarp();
-        OBuffer::store(softmax, inverse_l, OBuffer::warp_rows(base, warp / 4 - 1, warp), args.O_warp_map, head,
+        OBuffer::store(softmax, O_scale, OBuffer::warp_rows(base, warp / 4 - 1, warp), args.O_warp_map, head,
                        work_tile.h(), work_tile.b, first_row, lane, lane == 0);
     } else {
 #pragma unroll
@@ -256,7 +256,7 @@ __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, SmemAddr b
             const int half = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2;
             if (row + 8 * half < head.Sq)
                 *reinterpret_cast<unsigned*>(args.O.row(work_tile.b, work_tile.h(), row + 8 * half) + column) =
-                    pack(softmax.O[i] * inverse_l[half], softmax.O[i + 1] * inverse_l[half]);
+                    pack(softmax.O[i] * O_scale[half], softmax.O[i + 1] * O_scale[half]);
         }
     }
 }

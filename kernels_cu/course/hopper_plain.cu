@@ -137,15 +137,15 @@ extern "C" __global__ __launch_bounds__(256) void hopper_plain(
     SoftmaxState softmax;
     consume(softmax, base, head, first_row, tiles, Head::unit_of(score) * Head::LOG2E);
 
-    float inverse_l[2];
+    float O_scale[2];
     TIMELINE(store);
-    finalize_rows(softmax, head, LSE, b * H + h, row, lane % 4, inverse_l);
+    finalize_rows(softmax, head, LSE, b * H + h, row, lane % 4, O_scale);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i += 2) {
         const int half = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2;
         if (row + 8 * half < head.Sq)
             *reinterpret_cast<unsigned*>(O.row(b, h, row + 8 * half) + column) =
-                pack(softmax.O[i] * inverse_l[half], softmax.O[i + 1] * inverse_l[half]);
+                pack(softmax.O[i] * O_scale[half], softmax.O[i + 1] * O_scale[half]);
     }
     TIMELINE(done);
 }

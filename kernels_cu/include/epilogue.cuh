@@ -27,8 +27,8 @@ struct OutputBuffer {
         return base + (SEPARATE ? AT + consumer * BYTES : consumer * Queries::BYTES) + warp % 4 * 16 * 128;
     }
 
-    // Stores O * inverse_l of the warp's 16 rows from first_row on. `store_lane`: the lane that issues the TMA stores.
-    static __device__ __forceinline__ void store(const SoftmaxState& softmax, const float (&inverse_l)[2],
+    // Stores O * O_scale of the warp's 16 rows from first_row on. `store_lane`: the lane that issues the TMA stores.
+    static __device__ __forceinline__ void store(const SoftmaxState& softmax, const float (&O_scale)[2],
                                                  SmemAddr O_smem, const TensorMap& O_warp_map, const Head& head, int h,
                                                  int b, int first_row, unsigned lane, bool store_lane) {
         // A buffer for all slabs: one store. A buffer for half of them: one store per slab, and the slabs are reused.
@@ -46,7 +46,7 @@ struct OutputBuffer {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 8 * step + 2 * k;
-                    pair[k] = pack(softmax.O[i] * inverse_l[k % 2], softmax.O[i + 1] * inverse_l[k % 2]);
+                    pair[k] = pack(softmax.O[i] * O_scale[k % 2], softmax.O[i + 1] * O_scale[k % 2]);
                 }
                 const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
                 stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
@@ -60,15 +60,15 @@ struct OutputBuffer {
     }
 };
 
-// Stores LSE of the thread's two rows, `row` and row + 8, and returns in inverse_l the factors that normalise O.
+// Stores LSE of the thread's two rows, `row` and row + 8, and returns in O_scale the factors of O (FinalizedRow).
 // batch_head: the index of the head in LSE. q: the lane's position in the four lanes of a row.
 __device__ __forceinline__ void finalize_rows(const SoftmaxState& softmax, const Head& head, float* LSE, int batch_head,
-                                              int row, int q, float (&inverse_l)[2]) {
+                                              int row, int q, float (&O_scale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float l = row_sum<4>(softmax.l[half]);
         const FinalizedRow final_row = head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(softmax.m[half], l);
-        inverse_l[half] = final_row.inverse;
+        O_scale[half] = final_row.O_scale;
         const int query_row = row + 8 * half;
         if (q == 0 && query_row < head.Sq) LSE[head.lse_offset(batch_head) + query_row] = final_row.lse;
     }

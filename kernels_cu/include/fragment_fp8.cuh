@@ -56,14 +56,14 @@ __device__ __forceinline__ void store_O_and_LSE(const Fp8SoftmaxState& softmax, 
     for (int half = 0; half < 2; ++half) {
         const float l = sum[half] * (1.0f / P_MAX);
         const FinalizedRow final_row = head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(softmax.m[half], l);
-        const float inverse = final_row.inverse * (1.0f / P_MAX);
+        const float O_scale = final_row.O_scale * (1.0f / P_MAX);
         if (row + 8 * half >= head.Sq) continue;
         if (q == 0) lse[8 * half] = final_row.lse;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM_V / 16; ++i) {  // even columns of each 16 in one block of 8, odd in the next
             const float* o = softmax.O + 8 * i + 2 * half;
-            store4(dst + 8 * half * O.stride_s + 16 * i, o[0] * inverse, o[4] * inverse, o[1] * inverse,
-                   o[5] * inverse);
+            store4(dst + 8 * half * O.stride_s + 16 * i, o[0] * O_scale, o[4] * O_scale, o[1] * O_scale,
+                   o[5] * O_scale);
         }
     }
 }

@@ -111,13 +111,13 @@ struct OutputWarpgroup {
     // Stores this half of O, and the left half LSE. O goes through shared memory, where K was, to global memory: 16
     // bytes per lane.
     __device__ __forceinline__ void store_final(const Result& result, const float2* sums, const char* smem) const {
-        float inverse[2];
+        float O_scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = 16 * warp + 8 * half + lane / 4;
             const PackedRow row = tile.row(tile.has(r) ? r : 0);
             const FinalizedRow final_row = Head(tile.seqlen, row.h).finalize(sums[r].x, sums[r].y);
-            inverse[half] = final_row.inverse;
+            O_scale[half] = final_row.O_scale;
             if (HALF == 0 && lane % 4 == 0 && tile.has(r)) result.LSE[result.number(tile, row)] = final_row.lse;
         }
         const unsigned O_AT = HALF * Half::BYTES;  // [64][HALF_COLUMNS], as large as 64 keys
@@ -126,7 +126,7 @@ struct OutputWarpgroup {
             unsigned packed[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                packed[k] = pack(O[8 * step + 2 * k] * inverse[k % 2], O[8 * step + 2 * k + 1] * inverse[k % 2]);
+                packed[k] = pack(O[8 * step + 2 * k] * O_scale[k % 2], O[8 * step + 2 * k + 1] * O_scale[k % 2]);
             stmatrix_x4(base + O_AT + Half::chunk(16 * warp + lane % 16, 2 * step + lane / 16), packed[0], packed[1],
                         packed[2], packed[3]);
         }

@@ -63,7 +63,7 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
         }
         const FinalizedRow final_row = head.finalize<ScoreUnits::SCALED>(m, l);
         for (int d = 0; d < OWNED_COLS_V; ++d)
-            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * final_row.inverse);
+            if (lane + 32 * d < HEAD_DIM_V) head.query(O, h, i)[lane + 32 * d] = dtype_o(o[d] * final_row.O_scale);
         if (lane == 0) LSE[head.lse_offset(H, h) + i] = final_row.lse;
     }
 }

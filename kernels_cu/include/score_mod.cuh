@@ -20,9 +20,10 @@
 #include "seqlen.cuh"
 #include "mask.cuh"
 
-// A row of the output: its LSE, and the factor that normalizes the accumulated O.
+// A row of the output: its LSE, and the factor of the accumulated O: 1 / l, times the factors of the sink, of dropout
+// and of the descale of V. A further scale of O belongs here (Head::finalize).
 struct FinalizedRow {
-    float lse, inverse;
+    float lse, O_scale;
 };
 
 // P of an element of S, recomputed from LSE, and the factor of the score modification: dS = p * (dP - delta) * dx.
@@ -226,9 +227,9 @@ struct Head : Mask {
                     gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
-        if (l != 0.0f && sink != -INF) row.inverse *= expf(without - row.lse);
+        if (l != 0.0f && sink != -INF) row.O_scale *= expf(without - row.lse);
 #endif
-        row.inverse *= dropout_factor(score) * head_descale();
+        row.O_scale *= dropout_factor(score) * head_descale();
         return row;
     }
 

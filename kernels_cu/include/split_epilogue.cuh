@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
                                           long long number, int quad, const CombinedRow& sum) {
     constexpr bool WIDE = sizeof(dtype_o) == 4;  // fp32 output of float8 inputs
     const FinalizedRow final_row = head.finalize(sum.m, sum.l);
-    const float4 o = make_float4(sum.O.x * final_row.inverse, sum.O.y * final_row.inverse, sum.O.z * final_row.inverse,
-                                 sum.O.w * final_row.inverse);
+    const float4 o = make_float4(sum.O.x * final_row.O_scale, sum.O.y * final_row.O_scale, sum.O.z * final_row.O_scale,
+                                 sum.O.w * final_row.O_scale);
     dtype_o* const to = head.query(O, h, i) + 4 * quad;
     if (WIDE) *reinterpret_cast<float4*>(to) = o;
     else *reinterpret_cast<uint2*>(to) = make_uint2(pack(o.x, o.y), pack(o.z, o.w));
