@@ -78,7 +78,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                    V_columns = warp.columns<DV_PAD>();
     const int g = warp.lane / 4,
               q = warp.lane % 4;  // of an accumulator fragment: rows g and g + 8, columns 2 * q and 2 * q + 1
-    const float scale_log2 = head.unit * Head::LOG2E;
+    const float scale_log2 = head.softmax_scale * Head::LOG2E;
 #pragma unroll 1
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
         const int first = warp.part * QUERIES + sub;  // first query of this step in the tile

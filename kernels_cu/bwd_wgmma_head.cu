@@ -131,7 +131,7 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ ConsumerWarpgroup(const HeadBlock& block, unsigned warp, unsigned lane,
                                                  float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
         : block(block), base(block.base), warp(warp), lane(lane), consumer(warp / 4 - 1), key_offset(64 * consumer),
-          scale_log2(Head::unit_of(block.params.score) * Head::LOG2E), dK(dK), dV(dV) {}
+          scale_log2(Head::softmax_scale_of(block.params.score) * Head::LOG2E), dK(dK), dV(dV) {}
 
     // S^T or dP^T of the consumer's keys.
     __device__ __forceinline__ void mma_SdP_own_keys(float (&C)[BLOCK_M / 2], unsigned keys_at,

@@ -120,8 +120,8 @@ struct ConsumerWarpgroup {
     __device__ __forceinline__ ConsumerWarpgroup(const BwdParams& params, SmemAddr base, unsigned warp, unsigned lane,
                                                  float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
         : params(params), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1), key_offset(64 * consumer),
-          scale_log2(Head::unit_of(params.score) * Head::LOG2E), staging(base + STAGING_AT + consumer * STAGING_BYTES),
-          dK(dK), dV(dV) {}
+          scale_log2(Head::softmax_scale_of(params.score) * Head::LOG2E),
+          staging(base + STAGING_AT + consumer * STAGING_BYTES), dK(dK), dV(dV) {}
 
     // Before the first work tile: dS of the tile before it is 0, and consumer 0 has the first turn.
     __device__ __forceinline__ void start() const {

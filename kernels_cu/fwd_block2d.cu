@@ -99,7 +99,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_block2d(
             for (int j = 0; j < COLS; ++j) {
                 const int row = query_row + i * THREADS_Y, col = n0 + tx + j * THREADS_X;
                 fully_visible &= head.visible(row, col);
-                S_rmem[i][j] = head.masked(S_rmem[i][j], row, col);
+                S_rmem[i][j] = head.masked_score(S_rmem[i][j], row, col);
                 m_new = fmaxf(m_new, S_rmem[i][j]);
             }
             m_new = row_max<THREADS_X>(m_new);

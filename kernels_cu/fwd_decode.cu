@@ -154,7 +154,7 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
                                                float (&S)[M_TILES][BLOCK_N / 8][4], Softmax& state,
                                                const SeqlenInfo& seqlen, int row0, int kv_head, int group, int n0,
                                                bool masked) {
-    const float unit = Head::unit_of(seqlen.score), scale_log2 = unit * Head::LOG2E,
+    const float softmax_scale = Head::softmax_scale_of(seqlen.score), scale_log2 = softmax_scale * Head::LOG2E,
                 margin = RESCALE_THRESHOLD / scale_log2;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     float lane_max[M_TILES][2], scales_log2[M_TILES][2];  // they differ only with a descale per head
@@ -165,7 +165,7 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(seqlen, row.h);
-            scales_log2[mt][half] = DESCALE % 4 ? head.unit * Head::LOG2E : scale_log2;
+            scales_log2[mt][half] = DESCALE % 4 ? head.softmax_scale * Head::LOG2E : scale_log2;
             lane_max[mt][half] = score_mod_and_mask(S[mt], half, head, row.i, 0, n0 + 2 * q, masked);
             exceeds |= lane_max[mt][half] >
                        state.m[mt][half] + (DESCALE % 4 ? RESCALE_THRESHOLD / scales_log2[mt][half] : margin);

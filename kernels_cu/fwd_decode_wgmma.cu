@@ -141,7 +141,7 @@ struct ConsumerWarpgroup {
 #pragma unroll
         for (int k = 0; k < ACCUMULATORS; ++k) {
             const float top = m[thread_row(k)];
-            if constexpr (OF_DIFFERENCES) S[k] = ex2((S[k] - finite_max(top)) * scale_log2);
+            if constexpr (OF_DIFFERENCES) S[k] = ex2((S[k] - m_or_zero(top)) * scale_log2);
             else S[k] = ex2(fmaf(S[k], scale_log2, softmax_shift(top, scale_log2)));
             max_P = fmaxf(max_P, S[k]);
         }
@@ -215,7 +215,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         return;
     }
 
-    const float scale_log2 = Head::unit_of(score) * Head::LOG2E;
+    const float scale_log2 = Head::softmax_scale_of(score) * Head::LOG2E;
     const int g = lane / 4, q = lane % 4;
     float* const warp_stats = reinterpret_cast<float*>(smem + ROW_STATS_AT);  // [4][BLOCK_M]
     float* const row_maxima = warp_stats + 4 * BLOCK_M;                       // [BLOCK_M]

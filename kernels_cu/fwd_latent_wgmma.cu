@@ -149,8 +149,8 @@ struct ScoreWarpgroup {
     }
 
     // Q K^T and softmax of key tile j: stores P, and the factors of O.
-    __device__ __forceinline__ void key_tile(Scores& S, RowStats& stats, const Range (&visible)[2], float scale_log2,
-                                             unsigned j, float* factors) {
+    __device__ __forceinline__ void key_tile(Scores& S, SoftmaxStats& stats, const Range (&visible)[2],
+                                             float scale_log2, unsigned j, float* factors) {
         mma_QK(S, j);
         apply_mask(S, tile.n0(j), visible);
         float factor[2] = {1.0f, 1.0f};
@@ -175,9 +175,9 @@ struct ScoreWarpgroup {
 
     __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
         load_Q(Q);
-        RowStats stats;
+        SoftmaxStats stats;
         Scores S;
-        const float scale_log2 = Head::unit_of(tile.seqlen.score) * Head::LOG2E;
+        const float scale_log2 = Head::softmax_scale_of(tile.seqlen.score) * Head::LOG2E;
         const int r = 16 * warp + lane / 4, i0 = (tile.row0 + r) / tile.group, i1 = (tile.row0 + r + 8) / tile.group;
         const Range visible[2] = {tile.head0.keys(i0, i0 + 1), tile.head0.keys(i1, i1 + 1)};
         float* const factors = reinterpret_cast<float*>(smem + ALPHA_AT);  // [2][BLOCK_M]

@@ -50,7 +50,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
         }
         float m_new = m, row_sum = 0.0f;
         for (int j = 0; j < BLOCK_N; ++j) {
-            S_rmem[j] = head.masked(S_rmem[j], query_row, n0 + j);
+            S_rmem[j] = head.masked_score(S_rmem[j], query_row, n0 + j);
             m_new = fmaxf(m_new, S_rmem[j]);
         }
         const float shift = m_new == -INF ? 0.0f : m_new;  // no visible key yet: exp(-INF - 0) is 0, not NaN

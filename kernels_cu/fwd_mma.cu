@@ -175,7 +175,7 @@ struct ConsumerWarp {
     template <bool MASKED, int KEYS>
     __device__ __forceinline__ void online_softmax(unsigned (&P)[KEYS / 16][M_TILES][4],
                                                    float (&S)[M_TILES][KEYS / 8][4], int n0) {
-        const float scale_log2 = head.unit * Head::LOG2E, margin = RESCALE_THRESHOLD / scale_log2;
+        const float scale_log2 = head.softmax_scale * Head::LOG2E, margin = RESCALE_THRESHOLD / scale_log2;
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
         float lane_max[M_TILES][2], scales_log2[M_TILES][2];
         bool exceeds = state.large;

@@ -77,7 +77,7 @@ template <bool MASKED>
 __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, int warp_row0, int n0, SmemAddr Q_smem,
                                              SmemAddr K_smem, const QKOffsets& q_offsets, const QKOffsets& k_offsets) {
     constexpr int KEYS = MASKED && !Head::ELEMENT_MASK ? 32 : SUB_N;
-    const float scale_log2 = head.unit * Head::LOG2E;
+    const float scale_log2 = head.softmax_scale * Head::LOG2E;
     const SmemAddr V_smem = K_smem + K_BYTES;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll 1

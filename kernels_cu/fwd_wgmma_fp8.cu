@@ -125,7 +125,7 @@ struct ConsumerWarpgroup {
           own_turn(warp_scheduler_barrier(consumer)), next_turn(warp_scheduler_barrier((consumer + 1) % CONSUMERS)),
           pipe_index(pipe_index), work_tile(uniform(info), args.score), warpgroup_row(work_tile.m0 + 64 * consumer),
           warp_row(warpgroup_row + warp % 4 * 16), head(args.score, work_tile.b, work_tile.h),
-          scale_log2(head.unit * Head::LOG2E),
+          scale_log2(head.softmax_scale * Head::LOG2E),
           own_n_blocks(STREAM_K ? work_tile.n_blocks : n_block_range(head, warpgroup_row, warpgroup_row + 64)),
           tiles(has_rows() ? own_n_blocks.end - own_n_blocks.begin : 0),
           first_own(first_own_tile(work_tile, own_n_blocks, tiles)), last(first_own + tiles - 1),
@@ -293,7 +293,7 @@ __device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInf
     // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite, or have very large scores, are
     // recomputed. Rare.
     if (named_barrier_or(consumer_barrier(consumer), 128,
-                         !softmax.finite() || softmax.large(scaled.unit * Head::LOG2E)))
+                         !softmax.finite() || softmax.large(scaled.softmax_scale * Head::LOG2E)))
         attend_non_finite<64, 4>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, info.b, info.h,
                                  args.H, warpgroup_row, warp % 4);
     else store_O_and_LSE(softmax, info, scaled, args.O, args.LSE, args.H, lane % 4);

@@ -259,7 +259,7 @@ __device__ __forceinline__ void attend(SoftmaxState& rows, const Head& head, int
     constexpr bool SMALL = MASKED && TWO_LOOPS == ON;
     constexpr int KEYS = SPLIT_Q == OFF ? BLOCK_N / WARPS : SMALL ? 16 : SUB_N;
     constexpr int STRIDE = SPLIT_Q == OFF ? BLOCK_N : KEYS;
-    const float exponent = FOLDED_SCALE == ON ? head.unit * Head::LOG2E : 1.0f;
+    const float exponent = FOLDED_SCALE == ON ? head.softmax_scale * Head::LOG2E : 1.0f;
     const float margin = MARGIN / exponent;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll (SMALL ? 1 : BLOCK_N / STRIDE)
@@ -279,7 +279,7 @@ __device__ __forceinline__ void attend(SoftmaxState& rows, const Head& head, int
                 for (int i = 0; i < KEYS / 4; ++i) {
                     float& s = S[mt][i / 2][2 * half + i % 2];
                     const int query_row = first_row + 16 * mt + 8 * half + g, key_col = n0 + n + i / 2 * 8 + 2 * q + i % 2;
-                    if (FOLDED_SCALE == OFF) s *= head.unit;
+                    if (FOLDED_SCALE == OFF) s *= head.softmax_scale;
                     if (MASKED && !head.visible(query_row, key_col)) s = -INF;
                     top[mt][half] = fmaxf(top[mt][half], s);
                 }

@@ -273,7 +273,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, const Argumen
         const int own_tiles = m0 < head.Sq ? n_block_range(head, m0, m0 + 64).end : 0;
         ConsumerWarpgroup warpgroup{base,  head,       consumer,
                                     lane,  pipe_index, first_row,
-                                    tiles, own_tiles,  Head::unit_of(args.score) * Head::LOG2E};
+                                    tiles, own_tiles,  Head::softmax_scale_of(args.score) * Head::LOG2E};
         SoftmaxState softmax;
         wgmma_discard(softmax.O);  // the first P V overwrites it
         TIMELINE(wait_Q);

@@ -135,7 +135,7 @@ extern "C" __global__ __launch_bounds__(256) void hopper_plain(
     const unsigned lane = threadIdx.x % 32;
     const int first_row = m0 + threadIdx.x / 32 % 4 * 16, row = first_row + lane / 4;
     SoftmaxState softmax;
-    consume(softmax, base, head, first_row, tiles, Head::unit_of(score) * Head::LOG2E);
+    consume(softmax, base, head, first_row, tiles, Head::softmax_scale_of(score) * Head::LOG2E);
 
     float O_scale[2];
     TIMELINE(store);

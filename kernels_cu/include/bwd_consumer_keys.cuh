@@ -57,7 +57,7 @@ struct KeyConsumer {
     explicit __device__ __forceinline__ KeyConsumer(const BwdBlock& block)
         : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(opaque(warp / 4 - 1)),
           own_turn(scheduler_barrier(warp / 4 - 1)), other_turn(scheduler_barrier(2 - warp / 4)),
-          key_offset(64 * consumer), scale_log2(Head::unit_of(block.params.score) * Head::LOG2E) {
+          key_offset(64 * consumer), scale_log2(Head::softmax_scale_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
     // Whether the lane arrives for its warp. Computed on each call: a predicate kept through the mainloop would spill.

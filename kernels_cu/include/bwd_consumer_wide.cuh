@@ -35,7 +35,7 @@ struct ConsumerWarpgroup {
 
     explicit __device__ __forceinline__ ConsumerWarpgroup(const BwdBlock& block)
         : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(warp / 4 - 1),
-          query_offset(M * consumer), scale_log2(Head::unit_of(block.params.score) * Head::LOG2E) {
+          query_offset(M * consumer), scale_log2(Head::softmax_scale_of(block.params.score) * Head::LOG2E) {
         block.m_blocks.start(head, m0);
     }
     // Address of the consumer's queries in a tile of P or dS.

@@ -84,7 +84,7 @@ struct Combine {
                     O_of_warps[w] =
                         *reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
                 CombinedRow sum;
-                sum.add(sums_of_warps, O_of_warps, head.unit * Head::LOG2E);
+                sum.add(sums_of_warps, O_of_warps, head.softmax_scale * Head::LOG2E);
                 if (CLUSTER == 1) store(row, head, quad, sum);
                 else {
                     const int owner = quad / RANK_QUADS, rank_quad = quad - owner * RANK_QUADS, to = rank * BLOCK_M + r;
@@ -112,7 +112,7 @@ struct Combine {
                 O_of_ranks[m] = O_dsmem()[(m * BLOCK_M + r) * RANK_QUADS + rank_quad];
             }
             CombinedRow sum;
-            sum.add(sums_of_ranks, O_of_ranks, head.unit * Head::LOG2E);
+            sum.add(sums_of_ranks, O_of_ranks, head.softmax_scale * Head::LOG2E);
             store(row, head, first_quad + rank_quad, sum);
         }
     }

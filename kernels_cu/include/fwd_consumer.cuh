@@ -18,7 +18,7 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
     Scheduler::Reader scheduler;
     bool has_work_tile = false;  // scheduler.tile is valid
     __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
-        : smem(smem), lane(lane), scale_log2(Head::unit_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
+        : smem(smem), lane(lane), scale_log2(Head::softmax_scale_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),
           store_lane(lane == 0), scheduler(smem) {}
 };
 

@@ -70,7 +70,7 @@ struct OutputWarpgroup {
             __syncwarp();  // wgmma needs the whole warp
             PPipeline::wait(base, index);
             const float alpha[2] = {factors[index % 2 * BLOCK_M + r], factors[index % 2 * BLOCK_M + r + 8]};
-            if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) RowStats::scale_O(O, alpha);
+            if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) SoftmaxStats::scale_O(O, alpha);
             HalfPipeline::wait(base, unit);
             const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
             const int keys = tile.seqlen.Sk - tile.n0(j);

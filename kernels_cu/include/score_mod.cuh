@@ -9,9 +9,14 @@
 //
 // An option that a problem does not use is not compiled in.
 //
-// Scores have two representations. Kernels of rungs 1 and 2 use x itself (`masked`, `recompute_P`). Tensor-core kernels
-// use raw scores, with raw * unit = x: without options raw is the dot product and unit is the scale. The scale is then
-// part of the factor unit * log2(e), `scale_log2`, in the FFMA before exp2, which saves one multiplication per score.
+// Scores have two representations. fwd_minimal, fwd_block2d and their backwards use x itself (`masked_score`,
+// `recompute_P`). Tensor-core kernels use raw scores, with raw * softmax_scale = x, as FlashAttention does:
+//
+//   without softcap    raw = q . k                 softmax_scale = scale
+//   with softcap       raw = tanh(x / softcap)     softmax_scale = softcap
+//   with a score_mod   raw = x                     softmax_scale = 1         (an expression of the user)
+//
+// The factor scale_log2 = softmax_scale * log2(e) is part of the FFMA before exp2: one multiplication less per score.
 #pragma once
 #include "tensor.cuh"
 #include "dropout.cuh"
@@ -31,19 +36,19 @@ struct RecomputedP {
     float p, dx;  // dx: dx / d(scale * (q . k)), or with OF_BIAS dx / dbias
 };
 
-// The representation of scores (above). RAW: raw * unit = x. SCALED: x.
+// The representation of scores (above). RAW: raw * softmax_scale = x. SCALED: x.
 enum class ScoreUnits { RAW, SCALED };
 // EXACT: rounded as expf and logf. APPROXIMATE: hardware instructions, with an error of a few ulp.
 enum class Precision { EXACT, APPROXIMATE };
 
-// Element (i + down, j + right) of S. i and j are the same for all elements of a thread; down and right are constants
-// after unrolling.
+// Element (i + row_offset, j + col_offset) of S. i and j are the same for all elements of a thread; row_offset and
+// col_offset are constants after unrolling.
 struct ScoreIndex {
-    int i, j, down, right;
-    __device__ __forceinline__ ScoreIndex(int i, int j, int down = 0, int right = 0)
-        : i(i), j(j), down(down), right(right) {}
-    __device__ __forceinline__ int query_row() const { return i + down; }
-    __device__ __forceinline__ int key_col() const { return j + right; }
+    int i, j, row_offset, col_offset;
+    __device__ __forceinline__ ScoreIndex(int i, int j, int row_offset = 0, int col_offset = 0)
+        : i(i), j(j), row_offset(row_offset), col_offset(col_offset) {}
+    __device__ __forceinline__ int query_row() const { return i + row_offset; }
+    __device__ __forceinline__ int key_col() const { return j + col_offset; }
 };
 
 // Head h of batch entry b: its scores, mask, and row addresses.
@@ -65,7 +70,7 @@ struct Head : Mask {
     // Lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -INF is NaN.
     static constexpr float MIN_SCALE = 1e-20f;
 
-    float unit, per_unit;  // raw * unit = x; per_unit = 1 / unit
+    float softmax_scale, inverse_softmax_scale;  // raw * softmax_scale = x
 #if DESCALE % 4
     float scale;  // of this head
 #endif
@@ -85,8 +90,8 @@ struct Head : Mask {
     Dropout dropout;
 #endif
 
-    // `unit` of a problem whose unit is the same for all heads. With softcap, raw scores are tanh(x / softcap).
-    static __device__ __forceinline__ float unit_of(const Score& score) {
+    // softmax_scale of a problem in which it is the same for all heads.
+    static __device__ __forceinline__ float softmax_scale_of(const Score& score) {
         if (Snippet::SCORES) return 1.0f;
 #if SOFTCAP
         return score.softcap;
@@ -101,7 +106,8 @@ struct Head : Mask {
     }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}
-    __device__ __forceinline__ Head(const SeqlenInfo& sequence, int h) : Mask(sequence, h), unit(unit_of(score)) {
+    __device__ __forceinline__ Head(const SeqlenInfo& sequence, int h)
+        : Mask(sequence, h), softmax_scale(softmax_scale_of(score)) {
 #if DESCALE % 4
         scale = score.scale;
 #if DESCALE & 1
@@ -111,12 +117,12 @@ struct Head : Mask {
         scale *= score.descale_k(b, h / score.group);
 #endif
         if (fabsf(scale) < MIN_SCALE) scale = MIN_SCALE;
-        if (!SOFTCAP && !Snippet::SCORES) unit = scale;
+        if (!SOFTCAP && !Snippet::SCORES) softmax_scale = scale;
 #endif
 #if DESCALE & 4
         descale = score.descale_v(b, h / score.group);
 #endif
-        if (HAS_SCORE_MOD) per_unit = 1.0f / unit;
+        if (HAS_SCORE_MOD) inverse_softmax_scale = 1.0f / softmax_scale;
 #if ALIBI
         slope = score.slopes[b * score.slopes_stride_b + h * score.slopes_stride_h];
 #endif
@@ -146,25 +152,26 @@ struct Head : Mask {
     // * (q . k), or with OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an
     // out-of-bounds access. bias_value: the element's bias; without this argument it is loaded here. A new modification
     // takes x and its derivative from the one before (Dual's functions, or with_derivative); see also HAS_SCORE_MOD,
-    // HAS_DERIVATIVE and unit_of.
+    // HAS_DERIVATIVE and softmax_scale_of.
     template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const {
         return apply_score_mod<T, UNITS, OF_BIAS>(dot, at, bias_of(at));
     }
     template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float bias_value) const {
-        constexpr bool SCALED = UNITS == ScoreUnits::SCALED || Snippet::SCORES;  // with a snippet, unit is 1
+        constexpr bool SCALED = UNITS == ScoreUnits::SCALED || Snippet::SCORES;  // with a snippet, softmax_scale is 1
         T x = with_derivative<T>(SCALED ? dot * head_scale() : dot, 1.0f);
 #if SOFTCAP
         const float y = expression::tanh(dot * (head_scale() * (1.0f / score.softcap)));
         x = with_derivative<T>(SCALED ? score.softcap * y : y, derivative_of(x) * (1.0f - y * y));
 #endif
 #if ALIBI
-        const float distance = static_cast<float>(at.i + diagonal - at.j) + static_cast<float>(at.down - at.right);
-        x = x - (SCALED ? slope : slope * per_unit) * fabsf(distance);
+        const float distance =
+            static_cast<float>(at.i + diagonal - at.j) + static_cast<float>(at.row_offset - at.col_offset);
+        x = x - (SCALED ? slope : slope * inverse_softmax_scale) * fabsf(distance);
 #endif
 #if BIAS
-        x = x + (SCALED ? bias_value : bias_value * per_unit);
+        x = x + (SCALED ? bias_value : bias_value * inverse_softmax_scale);
         if (OF_BIAS) x = with_derivative<T>(value_of(x), 1.0f);
 #endif
 #if SCORE_SNIPPET
@@ -176,7 +183,7 @@ struct Head : Mask {
     }
 
     // x, or -INF where the mask hides it, even if the dot product is NaN.
-    __device__ __forceinline__ float masked(float dot, int query_row, int key_col) const {
+    __device__ __forceinline__ float masked_score(float dot, int query_row, int key_col) const {
         return visible(query_row, key_col) ? apply_score_mod<float, ScoreUnits::SCALED>(dot, {query_row, key_col})
                                            : -INF;
     }
@@ -218,7 +225,7 @@ struct Head : Mask {
     __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
         constexpr bool APPROXIMATELY = PRECISION == Precision::APPROXIMATE;
         FinalizedRow row = {
-            (UNITS == ScoreUnits::SCALED ? m : m * unit) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
+            (UNITS == ScoreUnits::SCALED ? m : m * softmax_scale) + (APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l)),
             l == 0.0f       ? 0.0f
             : APPROXIMATELY ? reciprocal(l)
                             : 1.0f / l};

@@ -1,5 +1,5 @@
-// Online softmax of a wgmma accumulator, with deferred rescaling: P is computed with the maximum m of the row's first
-// tile, and m is raised only if the sum of a tile's P exceeds P_SUM_LIMIT.
+// Online softmax of a wgmma accumulator, with deferred rescaling (softmax_rows.cuh): P is computed with the maximum m
+// of the row's first tile, and m is raised only if the sum of a tile's P exceeds P_SUM_LIMIT.
 #pragma once
 #include "non_finite.cuh"
 #include "softmax_rows.cuh"
@@ -7,9 +7,9 @@
 // Limit of the sum of one thread's P in a row of a tile. If no sum exceeds it, every P fits in fp16 (max 65504).
 constexpr float P_SUM_LIMIT = 16384.0f;
 
-// m and l of a thread's two rows of S (QueryRows). The factors by which O must be multiplied are results: O may be in
-// other threads.
-struct RowStats : RowSoftmax<QueryRows> {
+// m and l of a thread's two rows of S (QueryRows). Functions return the factors alpha of O, which need not be in the
+// same threads (fwd_latent_wgmma).
+struct SoftmaxStats : AccumulatorRows<QueryRows> {
     float m[2] = {-INF, -INF}, l[2] = {};
     bool m_is_large = false;  // result of large() when m last changed
 
@@ -53,7 +53,7 @@ struct RowStats : RowSoftmax<QueryRows> {
     __device__ __forceinline__ void exponentiate_differences(unsigned (&P)[BLOCK_N / 16][4],
                                                              const float (&S)[BLOCK_N / 2], float scale_log2,
                                                              float (&sum)[2]) const {
-        const float tops[2] = {finite_max(m[0]), finite_max(m[1])};
+        const float tops[2] = {m_or_zero(m[0]), m_or_zero(m[1])};
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; ++i) {
@@ -68,11 +68,11 @@ struct RowStats : RowSoftmax<QueryRows> {
         return __any_sync(0xffffffffu, Head::is_large(m[0], scale_log2) || Head::is_large(m[1], scale_log2));
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
-    // if m has been raised. FIRST: the row's first key tile, whose P V overwrites O.
-    template <bool FIRST, class RescaleO>
+    // if m has been raised. IS_FIRST_TILE: the row's first key tile, whose P V overwrites O.
+    template <bool IS_FIRST_TILE, class RescaleO>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                            float scale_log2, const RescaleO& rescale_O) {
-        if (FIRST) {
+        if (IS_FIRST_TILE) {
             update_max(S);
             exponentiate(P, S, scale_log2, l);
             m_is_large = large(scale_log2);
@@ -93,14 +93,14 @@ struct RowStats : RowSoftmax<QueryRows> {
 };
 
 // Softmax state of a consumer thread of fwd_wgmma, with its part of O.
-struct SoftmaxState : RowStats {
+struct SoftmaxState : SoftmaxStats {
     static constexpr int O_REGISTERS = (HEAD_DIM_V + 15) / 16 * 16 / 2;
     float O[O_REGISTERS];
 
-    template <bool FIRST>
+    template <bool IS_FIRST_TILE>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                            float scale_log2) {
-        RowStats::update<FIRST>(P, S, scale_log2, [&](const float (&alpha)[2]) { scale_O(O, alpha); });
+        SoftmaxStats::update<IS_FIRST_TILE>(P, S, scale_log2, [&](const float (&alpha)[2]) { scale_O(O, alpha); });
     }
     // Whether all of this thread's O are finite.
     __device__ __forceinline__ bool finite() const { return all_finite<4>(O); }

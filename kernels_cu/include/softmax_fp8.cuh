@@ -17,7 +17,7 @@ constexpr int HEADROOM = CHECK_SUMS && BLOCK_N > 128 ? 5 : 4;
 constexpr float RESCALE_SHARE = 1.0f / 4, P_AFTER_RESCALE = P_MAX / (1 << HEADROOM), P_OVERFLOW = 1.03f * P_MAX;
 
 // Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
-struct Fp8SoftmaxState : RowSoftmax<QueryRows> {
+struct Fp8SoftmaxState : AccumulatorRows<QueryRows> {
     float O[HEAD_DIM_V / 2] = {};
     float m[2] = {-INF, -INF}, l[2] = {};  // l: times P_MAX
 

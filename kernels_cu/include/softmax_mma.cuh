@@ -1,10 +1,8 @@
-// Online softmax of mma.sync accumulators, with deferred rescaling (FlashAttention-4): m is updated, and O and l are
-// rescaled, only if a score exceeds m by more than RESCALE_THRESHOLD in the exponent. Results are equal up to rounding.
-// After the first tiles a step costs one vote instead of shuffles and HEAD_DIM / 4 multiplications per row.
+// Online softmax of mma.sync accumulators, with deferred rescaling (softmax_rows.cuh): after the first tiles a step
+// costs one vote instead of shuffles and HEAD_DIM / 4 multiplications per row.
 //
 // A warp has M_TILES tiles of 16 query rows; a lane has rows g and g + 8 (half 0 and 1) of each, g = lane / 4, and
-// columns 2q and 2q + 1 of every 8, q = lane % 4 (ptx.cuh). Scores are raw (score_mod.cuh); `scale_log2` is unit *
-// log2(e) of a row.
+// columns 2q and 2q + 1 of every 8, q = lane % 4 (ptx.cuh). Scores are raw (score_mod.cuh).
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 #include "score_mod.cuh"
@@ -12,15 +10,15 @@
 
 constexpr float RESCALE_THRESHOLD = 8.0f;  // P stays below 2^8, which fp16 can represent
 
-// Score modification and mask of the lane's scores of one row, query row i + down; j: key of its first score. masked:
-// some may be hidden. Returns the largest of them and `lane_max`.
+// Score modification and mask of the lane's scores of one row, query row i + row_offset; j: key of its first score.
+// masked: some may be hidden. Returns the largest of them and `lane_max`.
 template <int N_TILES>
-__device__ __forceinline__ float score_mod_and_mask(float (&S)[N_TILES][4], int half, const Head& head, int i, int down,
-                                                    int j, bool masked, float lane_max = -INF) {
+__device__ __forceinline__ float score_mod_and_mask(float (&S)[N_TILES][4], int half, const Head& head, int i,
+                                                    int row_offset, int j, bool masked, float lane_max = -INF) {
 #pragma unroll
     for (int k = 0; k < 2 * N_TILES; ++k) {
         float& s = S[k / 2][2 * half + k % 2];
-        const ScoreIndex at(i, j, down, k / 2 * 8 + k % 2);
+        const ScoreIndex at(i, j, row_offset, k / 2 * 8 + k % 2);
         s = head.raw(s, at);
         if (masked && !head.visible(at.query_row(), at.key_col())) s = -INF;
         lane_max = fmaxf(lane_max, s);

@@ -1,25 +1,33 @@
-// Building blocks of online softmax, for any layout of the accumulator: the factor alpha, the exponent of P, row
-// maxima, and rescaling of O. The parameter `scale_log2` is the factor of raw scores in exp2, unit * log2(e)
+// Building blocks of online softmax, for any layout of the accumulator: the factor alpha, the argument of exp2, row
+// maxima, and rescaling of O. The parameter `scale_log2` is the factor of raw scores in exp2, softmax_scale * log2(e)
 // (score_mod.cuh; FlashAttention: softmax_scale_log2).
+//
+// Deferred rescaling (FlashAttention-4: rescale threshold): m is not the maximum of all scores so far. It stays, and O
+// and l are not rescaled, as long as P cannot overflow its 16-bit type (fp16: 65504). O / l does not change, because P
+// and l have the same factor. The kernels test this in three ways:
+//
+//   softmax_mma.cuh     before exp2: a score exceeds m by RESCALE_THRESHOLD = 8 bits, so P <= 2^8
+//   softmax.cuh         after exp2: a thread's sum of P exceeds P_SUM_LIMIT. No maximum of the tile is needed
+//   fwd_decode_wgmma    after exp2: a P exceeds P_LIMIT. No sum of the tile is needed
+//
+// After exp2, the tile is computed again with a larger m. float8 has stricter limits: softmax_fp8.cuh.
 #pragma once
 #include "score_mod.cuh"
 
-constexpr float SCORE_LIMIT = 3e38f;  // upper limit of -m * scale_log2, for m = -INF: finite, near the largest float
+constexpr float MAX_SHIFT = 3e38f;  // upper limit of -m * scale_log2, for m = -INF: finite, near the largest float
 
 // alpha: the factor that rescales l and O from the maximum m_old to m_new.
 __device__ __forceinline__ float rescale_factor(float m_old, float m_new, float scale_log2) {
     return m_old == m_new ? 1.0f : ex2((m_old - m_new) * scale_log2);  // for equal infinities 1, not NaN
 }
-// P = exp2(S * scale_log2 + shift). While m is -INF, the shift is SCORE_LIMIT: P is 0 where S = -INF, and above every
+// P = exp2(S * scale_log2 + shift). While m is -INF, the shift is MAX_SHIFT: P is 0 where S = -INF, and above every
 // limit elsewhere, so that m is raised. With log2_factor, P is multiplied by 2^log2_factor.
-__device__ __forceinline__ float softmax_shift(float m, float scale_log2) {
-    return fminf(-m * scale_log2, SCORE_LIMIT);
-}
+__device__ __forceinline__ float softmax_shift(float m, float scale_log2) { return fminf(-m * scale_log2, MAX_SHIFT); }
 __device__ __forceinline__ float softmax_shift(float m, float scale_log2, float log2_factor) {
-    return fminf(fmaf(-m, scale_log2, log2_factor), SCORE_LIMIT);
+    return fminf(fmaf(-m, scale_log2, log2_factor), MAX_SHIFT);
 }
-// P = exp2((S - finite_max(m)) * scale_log2): accurate for any |m|. While m is -INF, P is 0, not NaN.
-__device__ __forceinline__ float finite_max(float m) { return m == -INF ? 0.0f : m; }
+// P = exp2((S - m_or_zero(m)) * scale_log2): accurate for any |m|. While m is -INF, P is 0, not NaN.
+__device__ __forceinline__ float m_or_zero(float m) { return m == -INF ? 0.0f : m; }
 
 // Layouts of an accumulator. ROWS: the number of query rows of which a thread has elements; row(i): the one of register
 // i.
@@ -34,7 +42,7 @@ struct QueryColumns {  // S^T = K Q^T and O^T = V^T P^T: columns 2q and 2q + 1 o
 };
 
 template <class Fragment>
-struct RowSoftmax {
+struct AccumulatorRows {  // operations on accumulators in registers, by row
     static constexpr int ROWS = Fragment::ROWS;
     // lane_max = max(lane_max, the thread's elements of S), per row; with two numbers per row, of the even and of the
     // odd elements: shorter dependency chains.

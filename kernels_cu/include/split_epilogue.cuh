@@ -18,7 +18,7 @@ __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q,
                                                      const PackedRow& row, int kv_head, int first, int end, float* O) {
     const int lane = threadIdx.x % 32;
     const Head head(seqlen, row.h);
-    const float scale_log2 = head.unit * Head::LOG2E;
+    const float scale_log2 = head.softmax_scale * Head::LOG2E;
     float m = -INF, l = 0.0f;
     for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = 0.0f;
     for (int n = 0; row.i < head.Sq && first + n / BLOCK_N * WARPS < end; ++n) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
                          static_cast<long long>(H) * Partials::rows_per_head(score), first_split);
     const long long partial_row = Partials::row(score, h, tile.row0, number);
-    const float scale_log2 = head.unit * Head::LOG2E;
+    const float scale_log2 = head.softmax_scale * Head::LOG2E;
 
     CombinedRow group_sum;
     const int splits_end = group < GROUPS ? first_split.splits : 0;

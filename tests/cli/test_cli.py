@@ -543,8 +543,8 @@ def test_a_wrong_result_and_a_source_that_does_not_compile(project_copy: Path) -
     new_kernel(project_copy, "fwd_broken")
     wrong, broken = (project_copy / f"kernels_cu/{name}.cu" for name in ("fwd_wrong", "fwd_broken"))
     text = wrong.read_text()
-    assert "head.masked(S_rmem[j]," in text
-    wrong.write_text(text.replace("head.masked(S_rmem[j],", "head.masked(1.1f * S_rmem[j],"))
+    assert "head.masked_score(S_rmem[j]," in text
+    wrong.write_text(text.replace("head.masked_score(S_rmem[j],", "head.masked_score(1.1f * S_rmem[j],"))
     line = broken.read_text().count("\n") + 1
     broken.write_text(broken.read_text() + "int missing = undeclared;\n")
 
