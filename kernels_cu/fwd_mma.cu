@@ -47,10 +47,11 @@ constexpr bool COMPACT_OFFSETS = INTERLEAVE_LOADS;
 #endif
 using LaneOffsets = ForwardOffsets<QOffsets<D_PAD, COMPACT_OFFSETS>, FragmentOffsets<K_COLUMNS, COMPACT_OFFSETS>,
                                    FragmentOffsets<V_COLUMNS, COMPACT_OFFSETS>>;
-constexpr unsigned Q_ROW = QTile::ROW, O_ROW = OTile::ROW;  // bytes
-constexpr unsigned QO_ROW = Q_ROW > O_ROW ? Q_ROW : O_ROW;  // of the memory that Q and O share
-constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGES_AT = BLOCK_M * QO_ROW;
-constexpr unsigned STAGE = K_BYTES + BLOCK_N * VTile::ROW;
+constexpr unsigned Q_ROW_BYTES = QTile::ROW, O_ROW_BYTES = OTile::ROW;  // bytes
+constexpr unsigned QO_ROW_BYTES =
+    Q_ROW_BYTES > O_ROW_BYTES ? Q_ROW_BYTES : O_ROW_BYTES;  // of the memory that Q and O share
+constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGES_AT = BLOCK_M * QO_ROW_BYTES;
+constexpr unsigned STAGE_BYTES = K_BYTES + BLOCK_N * VTile::ROW;
 // Q stays in registers if Q, O and S do not spill. The limits were found by trial on each architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int MAX_REGISTERS = 180;
@@ -61,11 +62,11 @@ constexpr int OPTION_REGISTERS = Head::READS_TENSORS ? 60 : Head::HAS_SCORE_MOD 
 constexpr bool Q_IN_REGISTERS = M_TILES * (D_PAD / 4 + DV_PAD / 2 + SUB_N / 2) <= MAX_REGISTERS - OPTION_REGISTERS;
 static_assert(BLOCK_M == WARPS * WARP_ROWS && BLOCK_N % SUB_N == 0 && SUB_N % 16 == 0,
               "a tile consists of whole MMA steps");
-static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE, "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE_BYTES, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % (STEP_D / 2) == 0 && HEAD_DIM_V % (STEP_D / 2) == 0, "rows are copied in 16-byte chunks");
 
 // The block's key tiles, and their loads by cp.async into two stages.
-struct KeyTiles {
+struct KeyTileLoader {
     const View<const dtype_k>& K;
     const View<const dtype_v>& V;
     const Head& head;
@@ -79,8 +80,8 @@ struct KeyTiles {
     TileCopies<BLOCK_N, K_COLUMNS, THREADS, HEAD_DIM, dtype_k> K_copies;
     TileCopies<BLOCK_N, V_COLUMNS, THREADS, HEAD_DIM_V, dtype_v> V_copies;
 
-    __device__ __forceinline__ KeyTiles(const View<const dtype_k>& K, const View<const dtype_v>& V, const Head& head,
-                                        int kv_head, int m0, char* stages)
+    __device__ __forceinline__ KeyTileLoader(const View<const dtype_k>& K, const View<const dtype_v>& V,
+                                             const Head& head, int kv_head, int m0, char* stages)
         : K(K), V(V), head(head), K_rows(head.rows_of_keys(K, kv_head)), V_rows(head.rows_of_keys(V, kv_head)),
           stages(stages), m0(m0) {
         const Range keys = head.keys(m0, m0 + BLOCK_M),
@@ -101,7 +102,7 @@ struct KeyTiles {
 
     // The stage of tile j; ahead = 1: j is the tile after the current one.
     __device__ __forceinline__ char* stage_of(int j, int ahead = 0) const {
-        return stages + (Head::MAPPED ? stage_count + ahead : j) % 2 * STAGE;
+        return stages + (Head::MAPPED ? stage_count + ahead : j) % 2 * STAGE_BYTES;
     }
     __device__ __forceinline__ void load(int j, int ahead = 0) const {
         const SmemAddr stage = smem_address(stage_of(j, ahead));
@@ -131,7 +132,7 @@ struct KeyTiles {
     }
 };
 
-struct Registers : WarpSoftmax<M_TILES, DV_PAD> {
+struct WarpState : WarpSoftmax<M_TILES, DV_PAD> {
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / STEP_D][Q_REGISTERS];
 };
 
@@ -139,11 +140,11 @@ struct Registers : WarpSoftmax<M_TILES, DV_PAD> {
 // instructions.
 struct ConsumerWarp {
     const Head& head;
-    KeyTiles& tiles;
-    const int row0;  // first query row
+    KeyTileLoader& tiles;
+    const int warp_row;  // first query row
     const SmemAddr Q_smem;
     const LaneOffsets& offsets;
-    Registers& state;
+    WarpState& state;
 
     __device__ __forceinline__ void load_Q() {
 #pragma unroll
@@ -184,7 +185,7 @@ struct ConsumerWarp {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 lane_max[mt][half] =
-                    score_mod_and_mask(S[mt], half, head, row0 + g, 16 * mt + 8 * half, n0 + 2 * q, MASKED);
+                    score_mod_and_mask(S[mt], half, head, warp_row + g, 16 * mt + 8 * half, n0 + 2 * q, MASKED);
                 exceeds |= lane_max[mt][half] > state.m[mt][half] + margin;
                 scales_log2[mt][half] = scale_log2;
             }
@@ -198,7 +199,7 @@ struct ConsumerWarp {
                     P[nt / 2][mt][nt % 2 * 2 + half] = pack_P(p0, p1);
                 });
             Head::Kept kept[KEYS / 16];
-            head.keep_along_queries(kept, row0 + 16 * mt, n0);
+            head.keep_along_queries(kept, warp_row + 16 * mt, n0);
 #pragma unroll
             for (int i = 0; i < KEYS / 4; ++i) P[i / 4][mt][i % 4] = kept[i / 4].apply(i % 4, P[i / 4][mt][i % 4]);
         }
@@ -215,7 +216,7 @@ struct ConsumerWarp {
         const int n0 = j * BLOCK_N;
 #pragma unroll(MASKED || LOOP_STEPS ? 1 : BLOCK_N / KEYS)
         for (int n = 0; n < BLOCK_N; n += KEYS) {
-            const Range keys = head.keys(row0, row0 + WARP_ROWS);
+            const Range keys = head.keys(warp_row, warp_row + WARP_ROWS);
             if (MASKED && n0 + n >= keys.end) break;  // hidden from all rows of the warp
             if (MASKED && Head::HAS_LEFT_BOUND && n0 + n + KEYS <= keys.begin) continue;
             float S[M_TILES][KEYS / 8][4] = {};
@@ -281,7 +282,8 @@ struct ConsumerWarp {
                     *reinterpret_cast<unsigned*>(O_warp + OTile::at(row, at.chunk) + at.byte) =
                         pack(low * final_row.O_scale, high * final_row.O_scale);
                 }
-                if (q == 0 && row0 + row < head.Sq) LSE[head.lse_offset(gridDim.y, h) + row0 + row] = final_row.lse;
+                if (q == 0 && warp_row + row < head.Sq)
+                    LSE[head.lse_offset(gridDim.y, h) + warp_row + row] = final_row.lse;
             }
         }
     }
@@ -304,12 +306,12 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     if (RAGGED && tile.invalid()) return;
     const int b = tile.b, m0 = tile.row0;
     const Head head(score, b, h);
-    KeyTiles tiles(K, V, head, h / group, m0, smem + STAGES_AT);
-    char* const Q_warp = smem + warp * WARP_ROWS * Q_ROW;
-    const int row0 = m0 + warp * WARP_ROWS;
+    KeyTileLoader tiles(K, V, head, h / group, m0, smem + STAGES_AT);
+    char* const Q_warp = smem + warp * WARP_ROWS * Q_ROW_BYTES;
+    const int warp_row = m0 + warp * WARP_ROWS;
     const LaneOffsets offsets(lane);
-    Registers state;
-    ConsumerWarp consumer{head, tiles, row0, smem_address(Q_warp), offsets, state};
+    WarpState state;
+    ConsumerWarp consumer{head, tiles, warp_row, smem_address(Q_warp), offsets, state};
 
     if (tiles.end > tiles.begin)
         cp_async_tile<BLOCK_M, D_PAD, THREADS>(smem_address(smem), head.query(Q, h, 0), Q.stride_s, m0, head.Sq);
@@ -321,16 +323,17 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);
-    if (O_ROW > Q_ROW) __syncthreads();  // every warp has read Q before rows of O, which are wider, overwrite it
-    __syncwarp();                        // every lane has read the warp's own rows of Q before O overwrites them
-    char* const O_warp = O_ROW == Q_ROW ? Q_warp : smem + warp * WARP_ROWS * O_ROW;
+    // Every warp has read Q before rows of O, which are wider, overwrite it.
+    if (O_ROW_BYTES > Q_ROW_BYTES) __syncthreads();
+    __syncwarp();  // every lane has read the warp's own rows of Q before O overwrites them
+    char* const O_warp = O_ROW_BYTES == Q_ROW_BYTES ? Q_warp : smem + warp * WARP_ROWS * O_ROW_BYTES;
     consumer.stage_O_and_store_LSE(O_warp, LSE, h, lane);
     __syncwarp();  // the warp's rows of O are complete before its lanes copy them in 16-byte chunks
 #pragma unroll 4
     for (int i = lane; i < WARP_ROWS * OTile::CHUNKS; i += 32) {
         const int row = i / OTile::CHUNKS, chunk = i % OTile::CHUNKS;
-        if (row0 + row < head.Sq && chunk * 8 < HEAD_DIM_V)
-            *reinterpret_cast<uint4*>(head.query(O, h, row0 + row) + chunk * 8) =
+        if (warp_row + row < head.Sq && chunk * 8 < HEAD_DIM_V)
+            *reinterpret_cast<uint4*>(head.query(O, h, warp_row + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(O_warp + OTile::at(row, chunk));
     }
     TIMELINE(done);
