@@ -13,6 +13,7 @@
 //   (O is staged in Q's memory)
 // clang-format on
 //
+// BLOCK_N is the number of keys of a stage, SUB_N (which divides it) that of keys whose S is in registers at a time.
 // Tiles are swizzled (include/mma_smem.cuh), and rescaling is deferred (include/softmax_mma.cuh). Tiles that are fully
 // visible to all rows of the block are computed by a loop without masking.
 #define TIMELINE_BRANCH 1  // timeline marks cost 3% instead of 7 … 9% of the time at D = 128 (experiments/018_timeline)
@@ -25,7 +26,7 @@ constexpr int M_TILES = BLOCK_M / (16 * WARPS), WARP_ROWS = 16 * M_TILES;
 constexpr int STEP_D = 32 / sizeof(dtype_k);                      // columns per MMA step of S, and per fragment of V
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;  // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
-constexpr int K_COLUMNS = D_PAD * sizeof(dtype_k) / 2, V_COLUMNS = DV_PAD * sizeof(dtype_v) / 2;  // of 16 bits
+constexpr int K_COLUMNS = D_PAD * sizeof(dtype_k) / 2, V_COLUMNS = DV_PAD * sizeof(dtype_v) / 2;  // in 16-bit units
 using QTile = SwizzledRows<D_PAD>;
 using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
@@ -47,12 +48,12 @@ constexpr bool COMPACT_OFFSETS = INTERLEAVE_LOADS;
 #endif
 using LaneOffsets = ForwardOffsets<QOffsets<D_PAD, COMPACT_OFFSETS>, FragmentOffsets<K_COLUMNS, COMPACT_OFFSETS>,
                                    FragmentOffsets<V_COLUMNS, COMPACT_OFFSETS>>;
-constexpr unsigned Q_ROW_BYTES = QTile::ROW, O_ROW_BYTES = OTile::ROW;  // bytes
-constexpr unsigned QO_ROW_BYTES =
-    Q_ROW_BYTES > O_ROW_BYTES ? Q_ROW_BYTES : O_ROW_BYTES;  // of the memory that Q and O share
+constexpr unsigned Q_ROW_BYTES = QTile::ROW, O_ROW_BYTES = OTile::ROW;
+constexpr unsigned QO_ROW_BYTES = Q_ROW_BYTES > O_ROW_BYTES ? Q_ROW_BYTES : O_ROW_BYTES;  // Q and O share memory
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGES_AT = BLOCK_M * QO_ROW_BYTES;
 constexpr unsigned STAGE_BYTES = K_BYTES + BLOCK_N * VTile::ROW;
-// Q stays in registers if Q, O and S do not spill. The limits were found by trial on each architecture.
+// Q stays in registers if the registers of Q, O and S are at most MAX_REGISTERS - OPTION_REGISTERS. These limits were
+// found by trial with each architecture: with larger ones the compiler spills (`sandbox compile --sweep` lists spills).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 constexpr int MAX_REGISTERS = 180;
 #else
@@ -115,7 +116,8 @@ struct KeyTileLoader {
         const int next = next_tile(j + 1);
         if (next < end) load(next, 1);
     }
-    // The same in equal parts, one at each step but the first. After the last tile it writes zeros, to avoid a branch.
+    // The same in COUNT equal parts, distributed over the steps after the first one: part i is loaded at step
+    // 1 + i * (QK_STEPS - 1) / COUNT. After the last tile it writes zeros, to avoid a branch.
     __device__ __forceinline__ void load_next_part(int j, int step) {
         constexpr int K_COUNT = decltype(K_copies)::COUNT, COUNT = K_COUNT + decltype(V_copies)::COUNT;
 #pragma unroll
@@ -136,7 +138,7 @@ struct WarpState : WarpSoftmax<M_TILES, DV_PAD> {
     unsigned Q[Q_IN_REGISTERS ? M_TILES : 1][D_PAD / STEP_D][Q_REGISTERS];
 };
 
-// A warp and its WARP_ROWS query rows. Registers and offsets are references: as members they cost up to 1% more
+// A warp and its WARP_ROWS query rows. `state` and `offsets` are references: as members they cost up to 1% more
 // instructions.
 struct ConsumerWarp {
     const Head& head;
@@ -253,11 +255,14 @@ struct ConsumerWarp {
 
     __device__ __forceinline__ void mainloop() {
         int j = tiles.begin;
+        // With a left bound or a block map, any tile may need a mask: this loop computes all tiles, and none is left
+        // for the other two loops. (In an `else`, these would change the machine code, which has not been timed.)
 #pragma unroll 1
         for (; (Head::HAS_LEFT_BOUND || Head::MAPPED) && j < tiles.end; j = tiles.next_tile(j + 1)) {
             if (tiles.fully_visible(j)) process_tile<false>(j);
             else process_tile<true>(j);
         }
+        // Otherwise the tiles that need a mask are the last ones.
 #pragma unroll 1
         for (; j < tiles.fully_visible_end; ++j) process_tile<false>(j);
 #pragma unroll 1

@@ -69,16 +69,17 @@ using MmaPV = MmaRows16Bit;
 __device__ __forceinline__ unsigned pack_P(float low, float high) { return pack(low, high); }
 #endif
 
-// Two adjacent columns of O that a lane has, its pair `number`: their accumulators and elements, and their place in a
-// 16-bit tile.
+// The i-th two adjacent columns of O that a lane has. low, high: indices of their accumulators of 16 x 8 elements;
+// low_element, high_element: 0 or 1, the columns there (registers 0 and 1 of row g, 2 and 3 of row g + 8). chunk, byte:
+// their place in a row of a 16-bit tile.
 struct OutputPair {
     int low, low_element, high, high_element, chunk, byte;
-    __device__ __forceinline__ OutputPair(int number, int q) {
+    __device__ __forceinline__ OutputPair(int i, int q) {
 #if FLOAT8_KEYS
-        low = number / 2 * 2, high = low + 1, low_element = high_element = number % 2;
-        chunk = low + q / 2, byte = q % 2 * 8 + number % 2 * 4;
+        low = i / 2 * 2, high = low + 1, low_element = high_element = i % 2;
+        chunk = low + q / 2, byte = q % 2 * 8 + i % 2 * 4;
 #else
-        low = high = chunk = number, low_element = 0, high_element = 1, byte = 4 * q;
+        low = high = chunk = i, low_element = 0, high_element = 1, byte = 4 * q;
 #endif
     }
 };
