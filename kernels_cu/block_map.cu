@@ -1,14 +1,14 @@
-// Computes the block map (include/block_map.cuh): which tiles a mask tensor or a user's condition leaves visible.
+// Computes the block map (include/block_map.cuh): which tiles a mask tensor or mask_mod leaves visible.
 //
-// A condition: a block computes one word of each kind of bits, for 64 queries x 512 keys. A warp evaluates 16 queries x
+// mask_mod: a block computes one word of each kind of bits, for 64 queries x 512 keys. A warp evaluates 16 queries x
 // 128 keys, a lane four keys per query, so that terms that depend on the key alone are computed once, and those that
 // depend on the query alone once per four keys. Indices beyond Sq and Sk are clamped to the last, which does not change
 // the result.
 //
-// A mask tensor (BY_PAIR): a block computes the words of two rows of the map. A warp reads 8 queries x 512 keys, a lane
-// 16 keys per query, which are one bit of the word and 16 pair bits. Loads are as wide as the alignment of all rows
-// allows. Pair bits are stored only where kernels read them: if some of a row's 512 keys are hidden, and some keys of
-// the two rows are visible.
+// A mask tensor (HAS_ELEMENT_BITS): a block computes the words of two rows of the map. A warp reads 8 queries x 512
+// keys, a lane 16 keys per query, which are one bit of the word and 16 element bits. Loads are as wide as the alignment
+// of all rows allows. Pair bits are stored only where kernels read them: if some of a row's 512 keys are hidden, and
+// some keys of the two rows are visible.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
@@ -28,12 +28,13 @@ __device__ __forceinline__ unsigned nonzero_bytes(uint4 bytes) {
            nonzero_bytes(bytes.w) << 12;
 }
 
-extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void block_map(
+extern "C" __global__ __launch_bounds__(32 * WARPS, Head::HAS_ELEMENT_BITS ? 3 : 0) void block_map(
     unsigned* block_map,  // (B or 1, H or 1, rows, Head::row_words), contiguous
     int map_rows,         // rows of the map, MAP_M queries each; 1 if the mask does not depend on the query
     const __grid_constant__ Score score) {
 #if BLOCK_MAP
-    constexpr int MAP_ROWS = Head::BY_PAIR ? 2 : 1, ROW_WARPS = WARPS / MAP_ROWS;  // rows per block; warps per row
+    constexpr int MAP_ROWS = Head::HAS_ELEMENT_BITS ? 2 : 1,
+                  ROW_WARPS = WARPS / MAP_ROWS;  // rows per block; warps per row
     __shared__ unsigned bits_smem[2][WARPS];
     const int words = Head::kind_words(score), word = blockIdx.x % words, row0 = blockIdx.x / words * MAP_ROWS,
               h = blockIdx.y, b = blockIdx.z;
@@ -41,9 +42,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
               m0 = row * BLOCK_M;
     const Head head(score, b, h);
     const int keys =
-        Snippet::HIDES ? head.Sk : score.Sk;          // a broadcast mask: b may represent entries with other lengths
+        Snippet::HAS_MASK_MOD ? head.Sk : score.Sk;   // a broadcast mask: b may represent entries with other lengths
     const Range range = head.keys(m0, m0 + BLOCK_M);  // kernels do not read the map elsewhere
-    const bool by_row = map_rows > 1 && (Snippet::HIDES || !KEY_LENGTHS);
+    const bool by_row = map_rows > 1 && (Snippet::HAS_MASK_MOD || !KEY_LENGTHS);
     const auto row_address = [&](int row) {
         return block_map + ((static_cast<long long>(b) * gridDim.y + h) * map_rows + row) * Head::row_words(score);
     };
@@ -138,7 +139,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::BY_PAIR ? 3 : 0) void 
     if (any_visible && any_hidden) {
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) {
-            unsigned* const out = row_address(row) + Head::pair_bits_at(score, warp * WARP_ROWS + i);
+            unsigned* const out = row_address(row) + Head::element_bits_at(score, warp * WARP_ROWS + i);
             reinterpret_cast<unsigned short*>(out)[first_key / LANE_KEYS] =
                 static_cast<unsigned short>(pair_masks[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
         }

@@ -153,7 +153,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
         for (int d = 0; d < HEAD_DIM; ++d) {
             float dq = dQ_column[d * BLOCK_M];
             for (int j = 0; j < BLOCK_N; ++j)
-                if (!Head::HIDES || visible(j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
+                if (!Head::HAS_MASK || visible(j)) dq += dS_rmem[j] * K_smem[j * HEAD_DIM + d];
             dQ_column[d * BLOCK_M] = dq;
         }
     }

@@ -239,10 +239,10 @@ struct QueryTiles {
 
     // Whether a tile may have hidden scores. Rows >= Sq are masked, too: their q is 0, and 0 * inf is NaN.
     __device__ __forceinline__ bool masked(const Head& head, int m0) const {
-        const Range fully_visible = head.fully_visible_queries<Head::MAPPED>(n0(), n0() + BLOCK_N);
+        const Range fully_visible = head.fully_visible_queries<Head::HAS_BLOCK_MAP>(n0(), n0() + BLOCK_N);
         const bool beyond_last_key = Head::HAS_LEFT_BOUND && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
         return m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||
-               (Head::MAPPED && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
+               (Head::HAS_BLOCK_MAP && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
     }
 };
 
@@ -274,7 +274,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     int h = kv_head * group, m0 = tiles.first_row();  // the current head and query tile
     // Remaining tiles; with a block map only whether there is a next one.
     int tiles_left = m0 < tiles.row_end() ? group * ((tiles.row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;
-    if (Head::MAPPED) tiles_left = tiles.next_tile(h, m0);
+    if (Head::HAS_BLOCK_MAP) tiles_left = tiles.next_tile(h, m0);
     unsigned stage = STAGES_AT;  // offset of the current stage in shared memory
     if (tiles_left > 0) {
         cp_async_tile<BLOCK_N, D_PAD, THREADS>(K_tile, seqlen_info.key(K, kv_head, 0), K.stride_s, tiles.n0(),
@@ -294,7 +294,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         __syncthreads();  // all loads of the stage are complete; the other stage, dS^T and P^T are no longer read
         TIMELINE(load);
         int next_h = h, next_m0 = m0 + BLOCK_M;  // block map: the next visible tile
-        if (Head::MAPPED) {
+        if (Head::HAS_BLOCK_MAP) {
             tiles_left = 1 + tiles.next_tile(next_h, next_m0);
             if (tiles_left > 1) tiles.load(other_stage(stage), next_h, next_m0);
         } else if (tiles_left > 1) {
@@ -313,7 +313,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         TIMELINE(dQ);
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
         m0 += BLOCK_M, stage = other_stage(stage);
-        if (Head::MAPPED) h = next_h, m0 = next_m0;
+        if (Head::HAS_BLOCK_MAP) h = next_h, m0 = next_m0;
         else if (m0 >= tiles.row_end()) ++h, m0 = tiles.first_row();
     }
     TIMELINE(store);
@@ -336,7 +336,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 // the same index have added, in all blocks. LIMIT_BLOCKS: variants that spill unless __launch_bounds__ has a minimum of
 // blocks per SM (0: none).
 constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK ||
-                              (D_PAD > HEAD_DIM && (Snippet::SCORES || DROPOUT));
+                              (D_PAD > HEAD_DIM && (Snippet::HAS_SCORE_MOD || DROPOUT));
 constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;
 extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postprocess(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)

@@ -67,7 +67,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
                                 // returns
 }
 
-// ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of a user's score expression, over
+// ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of score_mod, over
 // the broadcast dimensions of the bias.
 //
 // A block owns a BIAS_M x BIAS_N tile of dbias. It loops over the batch entries and heads that read this tile, over all

@@ -79,7 +79,7 @@ constexpr unsigned DQ_CONSUMER_FLOATS = 64 * DQ_COLS,
                    DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
 // Registers per thread (setmaxnreg). FEW_LOAD_REGISTERS: cases in which consumers would spill with 232 registers. With
 // a block map and SPLIT_HEAD_DIM consumers nevertheless have 232: the load warps would spill with 24.
-constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DK_COLS > 96 && !(SPLIT_HEAD_DIM && Head::MAPPED));
+constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DK_COLS > 96 && !(SPLIT_HEAD_DIM && Head::HAS_BLOCK_MAP));
 constexpr int LOAD_WARP_REGISTERS = FEW_LOAD_REGISTERS ? 24 : 40, CONSUMER_REGISTERS = FEW_LOAD_REGISTERS ? 240 : 232;
 static_assert(SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128,
               "BLOCK_N is 128 or, beyond HEAD_DIM 128, 64: 64 keys or 128 columns of dK and dV per consumer");
@@ -89,14 +89,14 @@ static_assert(!BIAS || BIAS_TILES, "this bias has no tensor map: use bwd_mma");
 static_assert(!BIAS || BLOCK_M == 64, "TMA boxes of the bias have 64 rows");
 static_assert(!BIAS || HEAD_DIM <= 128, "a bias exceeds shared memory beyond HEAD_DIM 128: use bwd_mma");
 static_assert(
-    !DETERMINISTIC || !(RAGGED || Head::MAPPED),
+    !DETERMINISTIC || !(RAGGED || Head::HAS_BLOCK_MAP),
     "DETERMINISTIC supports neither a block map nor a ragged batch: semaphore targets are computed from ranges");
 
 // Without a mask each block starts its m_block loop at row n0 (its first key's index) and wraps around, so that the
 // blocks of a head, which start together, do not add to the same dQ tile. With semaphores they would also wait for the
 // first one's store (FIRST_BLOCK_STORES).
 constexpr bool ROTATED =
-    HAS_SEMAPHORES && !DETERMINISTIC && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::MAPPED;
+    HAS_SEMAPHORES && !DETERMINISTIC && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::HAS_BLOCK_MAP;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
 
 // Shared memory: offsets in bytes.
@@ -110,7 +110,7 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = V_AT + SmemLayout
                                                      : 4 * DQ_TILE_FLOATS),
                    BIAS_BYTES = BIAS ? SmemLayoutPdS::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                    BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M, MAP_AT = BARRIERS_AT + 256;
-static_assert(SMEM_BYTES == MAP_AT + (Head::MAPPED ? sizeof(GroupBlockMap) : 0),
+static_assert(SMEM_BYTES == MAP_AT + (Head::HAS_BLOCK_MAP ? sizeof(GroupBlockMap) : 0),
               "spec and kernel disagree on shared memory");
 using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 
@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         const unsigned stage = stage_of(i);
         if (i == 0) load_K();
-        if (i == 0 && Head::MAPPED) load_V();  // with a block map, registers spill if V is loaded after Q
+        if (i == 0 && Head::HAS_BLOCK_MAP) load_V();  // with a block map, registers spill if V is loaded after Q
         TIMELINE(wait_empty);
         QPipeline::acquire(base, i);
         TIMELINE(load);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
                                  params.score.bias.stride_h ? block.first_head() + head : 0,
                                  params.score.bias.stride_b ? block.b : 0, QPipeline::full(base, stage));
 #endif
-        if (i == 0 && !Head::MAPPED) load_V();
+        if (i == 0 && !Head::HAS_BLOCK_MAP) load_V();
         TIMELINE(wait_empty);
         dOPipeline::acquire(base, i);
         TIMELINE(load);
@@ -270,7 +270,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
-    if (Head::MAPPED) {
+    if (Head::HAS_BLOCK_MAP) {
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group), B);
         if (work_tile.b < B)
             map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.work_head * heads_per_work_tile,

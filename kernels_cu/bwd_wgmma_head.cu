@@ -32,7 +32,7 @@ constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
-static_assert(!Head::HAS_SCORE_MOD && !Head::MAPPED && !DROPOUT && !RAGGED,
+static_assert(!Head::HAS_SCORE_MOD && !Head::HAS_BLOCK_MAP && !DROPOUT && !RAGGED,
               "score options are not supported: use bwd_wgmma");
 
 using MBlocks = MBlockRange<true, false>;

@@ -35,7 +35,7 @@ constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
 constexpr int ACCUM_INDEX = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
-static_assert(!Head::HAS_SCORE_MOD && !Head::ELEMENT_MASK && !Head::MAPPED && !DROPOUT && !RAGGED,
+static_assert(!Head::HAS_SCORE_MOD && !Head::ELEMENT_MASK && !Head::HAS_BLOCK_MAP && !DROPOUT && !RAGGED,
               "masks must be ranges: use bwd_wgmma for other options");
 
 constexpr unsigned STAGING_BYTES =

@@ -280,7 +280,7 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
 
     float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
     float* const O_warp = reinterpret_cast<float*>(ring);
-    if (Head::HIDES && __any_sync(0xffffffffu, !all_finite(state.O)))
+    if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
         store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,
                                  sums + warp * BLOCK_M);
     else store_warp_result(state, O_warp, sums + warp * BLOCK_M);

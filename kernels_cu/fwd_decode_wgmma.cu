@@ -301,7 +301,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         if (warp == 0 && g == 1) consumer.store_row_stats(row_maxima, m);  // for LSE
         // The row sums are stored, and no MMA reads P any more. A masked key has P = 0, but 0 * NaN is NaN: rows that
         // are not finite are recomputed. Rare.
-        if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, Head::HIDES && non_finite)) {
+        if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, Head::HAS_MASK && non_finite)) {
 #pragma unroll 1
             for (int row = warp; work_tile.has(row); row += CONSUMER_THREADS / 32)
                 attend_non_finite<1, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.head(row), H,

@@ -67,7 +67,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_M, 1) void fwd_minimal(
         for (int d = 0; d < HEAD_DIM_V; ++d) {
             float o = alpha * O_smem[d * BLOCK_M + t];
             for (int j = 0; j < BLOCK_N; ++j)  // skips masked keys: their P is 0, but 0 * NaN is NaN
-                if (!Head::HIDES || visible(j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
+                if (!Head::HAS_MASK || visible(j)) o += S_rmem[j] * V_smem[j * HEAD_DIM_V + d];
             O_smem[d * BLOCK_M + t] = o;
         }
     }

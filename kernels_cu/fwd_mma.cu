@@ -86,7 +86,7 @@ struct KeyTileLoader {
         : K(K), V(V), head(head), K_rows(head.rows_of_keys(K, kv_head)), V_rows(head.rows_of_keys(V, kv_head)),
           stages(stages), m0(m0) {
         const Range keys = head.keys(m0, m0 + BLOCK_M),
-                    visible_to_all = head.fully_visible_keys<Head::MAPPED>(m0, m0 + BLOCK_M);
+                    visible_to_all = head.fully_visible_keys<Head::HAS_BLOCK_MAP>(m0, m0 + BLOCK_M);
         fully_visible_begin = (visible_to_all.begin + BLOCK_N - 1) / BLOCK_N;
         fully_visible_end = max(visible_to_all.end, 0) / BLOCK_N;
         begin = keys.begin / BLOCK_N, end = (max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N;
@@ -103,7 +103,7 @@ struct KeyTileLoader {
 
     // The stage of tile j; ahead = 1: j is the tile after the current one.
     __device__ __forceinline__ char* stage_of(int j, int ahead = 0) const {
-        return stages + (Head::MAPPED ? stage_count + ahead : j) % 2 * STAGE_BYTES;
+        return stages + (Head::HAS_BLOCK_MAP ? stage_count + ahead : j) % 2 * STAGE_BYTES;
     }
     __device__ __forceinline__ void load(int j, int ahead = 0) const {
         const SmemAddr stage = smem_address(stage_of(j, ahead));
@@ -258,7 +258,7 @@ struct ConsumerWarp {
         // With a left bound or a block map, any tile may need a mask: this loop computes all tiles, and none is left
         // for the other two loops. (In an `else`, these would change the machine code, which has not been timed.)
 #pragma unroll 1
-        for (; (Head::HAS_LEFT_BOUND || Head::MAPPED) && j < tiles.end; j = tiles.next_tile(j + 1)) {
+        for (; (Head::HAS_LEFT_BOUND || Head::HAS_BLOCK_MAP) && j < tiles.end; j = tiles.next_tile(j + 1)) {
             if (tiles.fully_visible(j)) process_tile<false>(j);
             else process_tile<true>(j);
         }
@@ -324,7 +324,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     if (tiles.end > tiles.begin) tiles.load(tiles.begin);
     consumer.mainloop();
     // P of a masked key is 0, but 0 * NaN = NaN: the fallback computes non-finite tiles again.
-    if (Head::HIDES && __syncthreads_or(!all_finite(state.O)))
+    if (Head::HAS_MASK && __syncthreads_or(!all_finite(state.O)))
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);

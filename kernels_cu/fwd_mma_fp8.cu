@@ -193,7 +193,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
         else process_tile(MaskedTile<true>(), j);
     }
     // P of a masked key is 0, but 0 * NaN = NaN: the fallback computes non-finite tiles again.
-    if (Head::HIDES && __syncthreads_or(!all_finite(state.O)))
+    if (Head::HAS_MASK && __syncthreads_or(!all_finite(state.O)))
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     const int g = lane / 4, q = lane % 4;

@@ -38,7 +38,7 @@
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile. K's stage also
 // holds the list entry of a block map, and the tile of the bias, which are read later.
-constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::MAPPED && !BIAS_TILES;
+constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
 
 // ---- producer warps
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
     // STAGGERED implies a left window bound.
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
-            if (!Head::MAPPED) return;
+            if (!Head::HAS_BLOCK_MAP) return;
             const WorkTileRange work_tile(tile, args.score);
             const Head head(work_tile.sequence(args.score), work_tile.h());
             if (work_tile.tiles > 0) lists.write(head, work_tile.row0, work_tile.n_blocks);
@@ -121,7 +121,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
                 if (j == last) release_Q();
             }
             const KeyTile tile = read_key_tile(j);
-            const PairMask visible_bits = load_pair_mask(tile);  // overlaps with the MMAs
+            const ElementBits visible_bits = load_element_bits(tile);  // overlaps with the MMAs
             wgmma_wait<0>();
             warpgroup_fence_operand(S);
             warpgroup_fence_operand(softmax.O);
@@ -147,7 +147,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         mma_QK(S, first_own);
         if (ping_pong) turn.pass();
         const KeyTile first = read_key_tile(first_own);
-        const PairMask visible_bits = load_pair_mask(first);
+        const ElementBits visible_bits = load_element_bits(first);
         wgmma_wait<0>();
         warpgroup_fence_operand(S);
         TIMELINE(softmax);
@@ -210,7 +210,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         __syncwarp();
         // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed, and stored without
         // OBuffer::store. Rare.
-        if (Head::HIDES && __any_sync(0xffffffffu, !softmax.finite())) {
+        if (Head::HAS_MASK && __any_sync(0xffffffffu, !softmax.finite())) {
             attend_non_finite<16, 1>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
                                      warp_row, 0);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
@@ -288,8 +288,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
-    if (Head::MAPPED) griddepcontrol_wait();  // an earlier entry point writes the block map
-    __syncthreads();                          // the mbarriers are initialised before they are used
+    if (Head::HAS_BLOCK_MAP) griddepcontrol_wait();  // an earlier entry point writes the block map
+    __syncthreads();                                 // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
     const Arguments args = {Q,          K,        V, O,     LSE,   Q_map, K_map,       V_map,

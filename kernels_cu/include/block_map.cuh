@@ -1,5 +1,5 @@
 // Members of Mask (mask.cuh): the block map, which says for each block of MAP_M queries x MAP_N keys whether a mask
-// tensor or a user's condition leaves some scores visible, and whether all (FlexAttention's block mask: Dong et al.
+// tensor or mask_mod leaves some scores visible, and whether all (FlexAttention's block mask: Dong et al.
 // 2024, arXiv:2412.05496). Causality, windows and lengths are not in the map: mask.cuh computes their ranges.
 //
 // clang-format off
@@ -7,25 +7,27 @@
 // clang-format on
 //
 // One bit per block, 32 per word; the tiles of all kernels consist of whole blocks. A row of the map has `words` words
-// of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With BY_PAIR (a mask tensor without a condition) one bit
-// per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key. Pair bits are
-// written only for words of 512 keys in which the 64 or 128 queries of one or two rows of the map see some keys but not
-// all; other tiles do not read them.
+// of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With HAS_ELEMENT_BITS (a mask tensor without mask_mod)
+// one bit per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key. Element
+// bits are written only for words of 512 keys in which the 64 or 128 queries of one or two rows of the map see some
+// keys but not all; other tiles do not read them.
 //
-// A kernel with MAPPED skips tiles without a visible score, and does not mask fully visible tiles. Tiles are multiples
-// of MAP_N keys.
-static constexpr bool MAPPED = BLOCK_MAP, BY_PAIR = BLOCK_MAP == 2;
+// A kernel with HAS_BLOCK_MAP skips tiles without a visible score, and does not mask fully visible tiles. Tiles are
+// multiples of MAP_N keys.
+static constexpr bool HAS_BLOCK_MAP = BLOCK_MAP, HAS_ELEMENT_BITS = BLOCK_MAP == 2;
 static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
 
-// In words: `words` of the diagram above; the offset of the pair bits of query `row` in a row of the map; the size of a
-// row.
+// In words: `words` of the diagram above; the offset of the element bits of query `row` in a row of the map; the size
+// of a row.
 static __device__ __forceinline__ int kind_words(const Score& score) {
     return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4;
 }
-static __device__ __forceinline__ int pair_bits_at(const Score& score, int row) {
+static __device__ __forceinline__ int element_bits_at(const Score& score, int row) {
     return kind_words(score) * (2 + row * (WORD_KEYS / 32));
 }
-static __device__ __forceinline__ int row_words(const Score& score) { return pair_bits_at(score, BY_PAIR ? MAP_M : 0); }
+static __device__ __forceinline__ int row_words(const Score& score) {
+    return element_bits_at(score, HAS_ELEMENT_BITS ? MAP_M : 0);
+}
 
 enum MapBits { SOME_VISIBLE, FULLY_VISIBLE };
 
@@ -48,8 +50,8 @@ __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
 // Whether some scores, or all, of query rows m0 .. m1 and keys n0 .. n0 + KEYS are visible. Keys >= Sk are ignored.
 template <MapBits BITS, int KEYS>
 __device__ __forceinline__ bool map_covers(int m0, int m1, int n0) const {
-    static_assert(!MAPPED || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
-    if (!MAPPED) return !ELEMENT_MASK;
+    static_assert(!HAS_BLOCK_MAP || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
+    if (!HAS_BLOCK_MAP) return !ELEMENT_MASK;
     const int begin = n0 / MAP_N, end = (min(n0 + KEYS, score.Sk) + MAP_N - 1) / MAP_N;
 #pragma unroll 1
     for (int word = begin / 32; word * 32 < end; ++word) {
@@ -85,16 +87,16 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
 #endif
 }
 
-// BY_PAIR: the bits of keys n0 .. n0 + KEYS of a query row, the last one for query_row >= Sq. n0 is a multiple of 16,
-// or of 32 if KEYS is.
+// HAS_ELEMENT_BITS: the bits of keys n0 .. n0 + KEYS of a query row, the last one for query_row >= Sq. n0 is a multiple
+// of 16, or of 32 if KEYS is.
 template <int KEYS>
-__device__ __forceinline__ void pair_bits(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
+__device__ __forceinline__ void element_bits(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP
     static_assert(KEYS % MAP_N == 0, "whole half-words");
-    static_assert(!BY_PAIR || WORD_KEYS % KEYS == 0,
-                  "a tile's keys are in one word of the map: pair bits of others may not be written");
+    static_assert(!HAS_ELEMENT_BITS || WORD_KEYS % KEYS == 0,
+                  "a tile's keys are in one word of the map: element bits of others may not be written");
     const int row = min(query_row, Sq - 1);
-    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + pair_bits_at(score, row % MAP_M);
+    const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + element_bits_at(score, row % MAP_M);
     const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;
 #pragma unroll
     for (int k = 0; k < (KEYS + 31) / 32; ++k)
@@ -137,7 +139,7 @@ __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) 
 // >= end if there is none. A warp collective: each lane tests one tile.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int next_query_tile(int m0, int end, int n0) const {
-    for (; MAPPED && m0 < end; m0 += 32 * ROWS) {
+    for (; HAS_BLOCK_MAP && m0 < end; m0 += 32 * ROWS) {
         const int lane_m0 = m0 + static_cast<int>(threadIdx.x % 32) * ROWS;
         const unsigned lanes =
             __ballot_sync(0xffffffffu, lane_m0 < end && map_covers<SOME_VISIBLE, KEYS>(lane_m0, lane_m0 + ROWS, n0));

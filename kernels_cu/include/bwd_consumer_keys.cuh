@@ -15,7 +15,7 @@ __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     dQAccumulation<BwdBlock> accumulation{block};
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
         // Recomputed with a block map, where keeping it spills.
-        const unsigned consumer = (Head::MAPPED ? thread_index_x() / 32 : warp) - 2;
+        const unsigned consumer = (Head::HAS_BLOCK_MAP ? thread_index_x() / 32 : warp) - 2;
         TIMELINE(wait_dQ);
         accumulation.wait_turn(head, m0, consumer);
         mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), i % 2);

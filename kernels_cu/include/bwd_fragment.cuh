@@ -88,8 +88,8 @@ struct FragmentMask {
 
     __device__ __forceinline__ void load() {
         if (!elementwise) return;
-        if constexpr (Head::BY_PAIR) {
-            load_pairs();
+        if constexpr (Head::HAS_ELEMENT_BITS) {
+            load_element_bits();
         } else {
             const FragmentCoords coords(first_query, first_key);
 #pragma unroll MASK_UNROLL
@@ -101,11 +101,11 @@ struct FragmentMask {
         }
     }
     // Each lane loads the bits of the warp's 16 keys for one query row, or two if M = 64, and shuffles distribute them.
-    __device__ __forceinline__ void load_pairs() {
+    __device__ __forceinline__ void load_element_bits() {
         const unsigned lane = thread_index_x() % 32;
         unsigned rows[2][1] = {};
 #pragma unroll
-        for (int i = 0; i < M / 32; ++i) head.pair_bits<16>(rows[i], first_query + 32 * i + lane, warp_key);
+        for (int i = 0; i < M / 32; ++i) head.element_bits<16>(rows[i], first_query + 32 * i + lane, warp_key);
         // k = 0, 1, 4, 5, 8 ...: row k / 4 * 8 + k % 2, and the row 32 after it.
 #pragma unroll
         for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void load_bias_fragment(unsigned (&bias)[STEPS][4], S
                           rows + SmemLayoutPdS::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
 }
 
-// Softcap, ALiBi, bias and the user's expression: S = f(S); derivative: f'(S), packed. packed_bias: read only if BIAS.
+// Softcap, ALiBi, bias and score_mod: S = f(S); derivative: f'(S), packed. packed_bias: read only if BIAS.
 // f is apply_score_mod in score_mod.cuh.
 template <int STEPS>
 __device__ __forceinline__ void apply_score_mod(float (&S)[8 * STEPS], unsigned (&derivative)[STEPS][4],

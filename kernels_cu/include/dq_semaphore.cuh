@@ -27,7 +27,7 @@ constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
 // Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a
 // query tile, and this is 0.5% slower, or spills.
-constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::MAPPED;
+constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP;
 
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as
 // release of this tile and as acquire of the next (counter_arrive_acquire). 8% faster at D = 96; 0.7% slower at BLOCK_M

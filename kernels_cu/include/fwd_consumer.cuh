@@ -81,11 +81,12 @@ struct WorkTileConsumer : ConsumerTiles {
     // Key tile j. Must be called before K is released.
     __device__ __forceinline__ KeyTile read_key_tile(int j) {
         // uniform: all lanes have read the word before one lane releases K.
-        return key_tile(j, Head::MAPPED ? uniform(KeyTileEntries::entry(state.smem, stage_of(pipe_index + j))) : 0);
+        return key_tile(j,
+                        Head::HAS_BLOCK_MAP ? uniform(KeyTileEntries::entry(state.smem, stage_of(pipe_index + j))) : 0);
     }
-    __device__ __forceinline__ PairMask load_pair_mask(KeyTile tile) const {
-        PairMask visible_bits;
-        if (Head::BY_PAIR) visible_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
+    __device__ __forceinline__ ElementBits load_element_bits(KeyTile tile) const {
+        ElementBits visible_bits;
+        if (Head::HAS_ELEMENT_BITS) visible_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
         return visible_bits;
     }
     // S becomes the raw scores (score_mod.cuh). BIAS_TILES: reads the bias from K's stage.
@@ -96,9 +97,9 @@ struct WorkTileConsumer : ConsumerTiles {
         else apply_score_mod(S, head, row, column);
     }
     // S becomes -INF where masked.
-    __device__ __forceinline__ void mask(FragmentS& S, KeyTile tile, PairMask pair_mask) {
+    __device__ __forceinline__ void mask(FragmentS& S, KeyTile tile, ElementBits element_bits) {
         apply_mask(S, head, warp_row + state.g, tile.n0, state.q, row_keys, fully_visible_keys, tile.mask_allows_all,
-                   pair_mask);
+                   element_bits);
     }
 
     // ---- key tiles that only other consumers see, and the next work tile

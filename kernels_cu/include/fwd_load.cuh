@@ -27,7 +27,7 @@ struct KeyTileLoader {
         TIMELINE(wait_empty);
         KPipeline::acquire(base, i);
         TIMELINE(load);
-        if (Head::MAPPED) KeyTileEntries::entry(smem, stage) = entry;
+        if (Head::HAS_BLOCK_MAP) KeyTileEntries::entry(smem, stage) = entry;
         load_tile<KPipeline>(i, args.K_map, args.K, n0, Bias::STAGE_BYTES);
         if (BIAS_TILES)
             Bias::load(base, stage, args.bias_map, args.score, work_tile.h(), b, work_tile.row0, n0,

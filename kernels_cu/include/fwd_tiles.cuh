@@ -12,7 +12,7 @@
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
 // The scheduler warp needs more registers to read a block map; three or four consumers leave none for it.
-constexpr bool READS_BLOCK_MAP = Head::MAPPED && CONSUMERS < 3;
+constexpr bool READS_BLOCK_MAP = Head::HAS_BLOCK_MAP && CONSUMERS < 3;
 constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");
@@ -46,7 +46,7 @@ static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and list
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     init_QKV_barriers<KPipeline, VPipeline, FullQ, EmptyQ>(base, CONSUMERS);
     Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
-    if (Head::MAPPED) TileLists::init_barriers(base + TILE_LISTS_AT);
+    if (Head::HAS_BLOCK_MAP) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }
 

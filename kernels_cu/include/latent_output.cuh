@@ -174,7 +174,7 @@ struct OutputWarpgroup {
         mainloop(loader, smem);
         const float2* const sums = reinterpret_cast<const float2*>(smem + SUMS_AT);
         // P V of both halves is complete, and m and l are stored.
-        if (named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HIDES && !all_finite<4>(O)))
+        if (named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HAS_MASK && !all_finite<4>(O)))
             store_non_finite(result, Q, K, V, reinterpret_cast<float*>(smem));
         else if (result.split.splits > 1) store_partial(result, sums);
         else store_final(result, sums, smem);

@@ -90,7 +90,7 @@ struct MBlockRange {
 
     // Moves to the first m_block from m0 of `head` on, in iteration order; head = heads if there is none.
     __device__ __forceinline__ void seek(int& head, int& m0) const {
-        if constexpr (!Head::MAPPED) {
+        if constexpr (!Head::HAS_BLOCK_MAP) {
             if constexpr (ROTATED) {  // the loop of a head wraps around, and ends when it is back at first()
                 if (m0 >= end()) m0 = begin();
                 if (m0 == first()) ++head;
@@ -119,11 +119,11 @@ struct MBlockRange {
     // The first m_block of the work tile; head = heads if there is none.
     __device__ __forceinline__ void start(int& head, int& m0) const {
         m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : heads;
-        if (Head::MAPPED) seek(head, m0);
+        if (Head::HAS_BLOCK_MAP) seek(head, m0);
     }
     // Whether the block map shows that all elements of the tile are visible; ranges are not considered.
     __device__ __forceinline__ bool fully_visible(int head, int m0) const {
-        if (!Head::MAPPED) return !Head::ELEMENT_MASK;
+        if (!Head::HAS_BLOCK_MAP) return !Head::ELEMENT_MASK;
         const unsigned m_block = m0 / BLOCK_M;
         return map.fully_visible[head * GroupBlockMap::words_per_head(head0.score) + m_block / 32] >> m_block % 32 & 1;
     }

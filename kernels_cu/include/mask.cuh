@@ -1,8 +1,8 @@
 // Masking: which scores are hidden, which tiles have a visible score, and which tiles need no mask.
 //
 // Lengths, causality and windows are ranges of keys per query row, computed without memory accesses. A mask tensor and
-// a user's condition are evaluated per (query, key); for tiles the block map has the result (block_map.cuh). Part of
-// score_mod.cuh, included after seqlen.cuh. Kernels use these functions through their Head.
+// mask_mod (the user's condition) are evaluated per (query, key); for tiles the block map has the result
+// (block_map.cuh). Part of score_mod.cuh, included after seqlen.cuh. Kernels use these functions through their Head.
 #pragma once
 
 struct Range {
@@ -11,10 +11,10 @@ struct Range {
 
 // The mask of head h of batch entry b.
 struct Mask : SeqlenInfo {
-    static constexpr bool HAS_LEFT_BOUND = WINDOW & 1;             // the keys of a row have a lower bound
-    static constexpr bool HAS_RIGHT_BOUND = CAUSAL || WINDOW & 2;  // the keys of a row have an upper bound
-    static constexpr bool ELEMENT_MASK = MASK || Snippet::HIDES;   // visibility is read or computed per element
-    static constexpr bool HIDES =
+    static constexpr bool HAS_LEFT_BOUND = WINDOW & 1;                   // the keys of a row have a lower bound
+    static constexpr bool HAS_RIGHT_BOUND = CAUSAL || WINDOW & 2;        // the keys of a row have an upper bound
+    static constexpr bool ELEMENT_MASK = MASK || Snippet::HAS_MASK_MOD;  // visibility is read or computed per element
+    static constexpr bool HAS_MASK =
         HAS_LEFT_BOUND || HAS_RIGHT_BOUND || ELEMENT_MASK || KEY_LENGTHS;  // some score within Sq x Sk may be hidden
 
 #if MASK
@@ -63,7 +63,7 @@ struct Mask : SeqlenInfo {
                (!HAS_LEFT_BOUND || key_col >= first_key(query_row));
     }
 
-    // Whether the mask tensor and the user's condition leave key_col visible to query_row. Requires query_row < Sq,
+    // Whether the mask tensor and mask_mod leave key_col visible to query_row. Requires query_row < Sq,
     // key_col < Sk.
     __device__ __forceinline__ bool mask_allows(int query_row, int key_col) const {
         bool allowed = true;
@@ -71,7 +71,7 @@ struct Mask : SeqlenInfo {
         allowed = mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::HIDES) allowed = allowed && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
+        if (Snippet::HAS_MASK_MOD) allowed = allowed && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);
 #endif
         return allowed;
     }
@@ -151,5 +151,5 @@ struct Mask : SeqlenInfo {
     // Query rows for key j.
     __device__ __forceinline__ Range visible_queries(int j) const { return j < Sk ? queries(j, j + 1) : Range{0, 0}; }
 
-#include "block_map.cuh"  // members: which tiles a mask tensor or a condition hides
+#include "block_map.cuh"  // members: which tiles a mask tensor or mask_mod hides
 };

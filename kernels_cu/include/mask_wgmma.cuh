@@ -31,24 +31,24 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
 }
 // A mask of the block map with one bit per (query, key): words of 32 keys for the thread's two rows.
 constexpr int WORDS = (BLOCK_N + 31) / 32;
-struct PairMask {
+struct ElementBits {
     unsigned words[2][WORDS];
     __device__ __forceinline__ void load(const Head& head, int row, int n0, bool mask_allows_all) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (mask_allows_all)
                 for (unsigned& word : words[half]) word = ~0u;
-            else head.pair_bits<BLOCK_N>(words[half], row + 8 * half, n0);
+            else head.element_bits<BLOCK_N>(words[half], row + 8 * half, n0);
         }
     }
     // Shifts the bits so that bit 0 is the thread's first column (`column` in the tile), and clears those outside of
     // begin .. end - 1, which are relative to the thread's first column.
     __device__ __forceinline__ void clip(int half, int column, int begin, int end) {
-        const auto before = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
+        const auto low_bits = [](int count) { return count <= 0 ? 0u : count < 32 ? ~(~0u << count) : ~0u; };
 #pragma unroll
         for (int k = 0; k < WORDS; ++k)
-            words[half][k] =
-                words[half][k] >> column & before(end - 32 * k) & ~(Head::HAS_LEFT_BOUND ? before(begin - 32 * k) : 0u);
+            words[half][k] = words[half][k] >> column & low_bits(end - 32 * k) &
+                             ~(Head::HAS_LEFT_BOUND ? low_bits(begin - 32 * k) : 0u);
     }
     // Whether accumulator S[i] is visible.
     __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
@@ -73,10 +73,11 @@ struct RowKeyRanges {
 };
 
 // Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible: keys that all rows
-// of the warp see; mask_allows_all: whether a mask tensor or the user's condition hides nothing in the tile.
+// of the warp see by lengths, causality and window; mask_allows_all: whether the mask tensor and mask_mod hide nothing
+// in the tile. The tile needs no mask if both say so. element_bits: used with HAS_ELEMENT_BITS.
 __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
                                            const RowKeyRanges& row_keys, Range fully_visible_keys, bool mask_allows_all,
-                                           PairMask pair_mask) {
+                                           ElementBits element_bits) {
     const int column = n0 + 2 * q;
     const bool at_begin = Head::HAS_LEFT_BOUND && fully_visible_keys.begin > n0,
                at_end = n0 + BLOCK_N > fully_visible_keys.end;
@@ -84,12 +85,12 @@ __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& 
     const Range(&visible)[2] = row_keys.of_row;
     const int end[2] = {visible[0].end - column, visible[1].end - column};
     const int begin[2] = {visible[0].begin - column, visible[1].begin - column};
-    if (Head::BY_PAIR) {
+    if (Head::HAS_ELEMENT_BITS) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) pair_mask.clip(half, 2 * q, begin[half], end[half]);
+        for (int half = 0; half < 2; ++half) element_bits.clip(half, 2 * q, begin[half], end[half]);
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i)
-            if (!pair_mask.has(i)) S[i] = -INF;
+            if (!element_bits.has(i)) S[i] = -INF;
     } else if (Head::ELEMENT_MASK) {
         unsigned visible_bits[2];
         if (mask_allows_all) {

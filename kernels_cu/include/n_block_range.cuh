@@ -23,7 +23,7 @@ constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
 // 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
 constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
 constexpr bool STAGGERED =
-    Head::HAS_LEFT_BOUND && !Head::MAPPED && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
+    Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
 // SCHEDULE_LATE: in ragged batches, the load warp releases the scheduler's stage when it loads the second to last key
 // tile, not when the work tile starts, so that the block draws its next work tile late. A work tile that is drawn early
@@ -31,7 +31,7 @@ constexpr bool STAGGERED =
 // +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers have released earlier
 // tiles. A consumer therefore drains its remaining key tiles before it waits for the next work tile: otherwise both
 // could wait for each other.
-constexpr bool SCHEDULE_LATE = RAGGED && !Head::MAPPED && !STAGGERED;
+constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
@@ -56,7 +56,7 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own_n_blocks:
     // the range of its `count` key tiles.
     __device__ __forceinline__ int first_own_tile(Range own_n_blocks, int count) const {
-        if (count <= 0 || Head::MAPPED) return 0;
+        if (count <= 0 || Head::HAS_BLOCK_MAP) return 0;
         if (WALK_BACKWARDS) return n_blocks.end - own_n_blocks.end;
         return Head::HAS_LEFT_BOUND ? own_n_blocks.begin - n_blocks.begin : 0;
     }
@@ -67,7 +67,7 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     template <class Loader, class ScheduleLate>
     __device__ __forceinline__ int load_key_tiles(TileLists& lists, const Loader& loader,
                                                   const ScheduleLate& schedule_late) const {
-        if constexpr (Head::MAPPED) {
+        if constexpr (Head::HAS_BLOCK_MAP) {
             if (tiles <= 0) return 0;
             int j = 0;
 #pragma unroll 1
@@ -108,22 +108,22 @@ struct ConsumerTiles : WorkTileRange {
         : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1), warpgroup_row(row0 + 64 * consumer),
           warp_row(warpgroup_row + warp % 4 * 16), head(sequence(score), h()),
           own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + 64)),
-          own_tiles(Head::MAPPED              ? tiles
+          own_tiles(Head::HAS_BLOCK_MAP       ? tiles
                     : warpgroup_row < head.Sq ? own_n_blocks.end - own_n_blocks.begin
                                               : 0),
           first_own(first_own_tile(own_n_blocks, own_tiles)),
-          last(Head::MAPPED && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
-          fully_visible_keys(head.fully_visible_keys<Head::MAPPED>(warp_row, warp_row + 16)) {}
+          last(Head::HAS_BLOCK_MAP && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
+          fully_visible_keys(head.fully_visible_keys<Head::HAS_BLOCK_MAP>(warp_row, warp_row + 16)) {}
 
     // Key tile j. With a block map it is given by its list entry, which also tells `last`.
     __device__ __forceinline__ KeyTile key_tile(int j, unsigned entry) {
-        if (!Head::MAPPED) return {n0(j), !Head::ELEMENT_MASK};
+        if (!Head::HAS_BLOCK_MAP) return {n0(j), !Head::ELEMENT_MASK};
         if (list_entry::is_last(entry)) last = j;
         return {list_entry::n_block(entry) * BLOCK_N, list_entry::all_allowed(entry, consumer)};
     }
     // Number of key tiles of the work tile that pass through the pipeline. A consumer uses some of them, and drains the
     // others.
-    __device__ __forceinline__ int pipeline_tiles() const { return Head::MAPPED ? last + 1 : tiles; }
+    __device__ __forceinline__ int pipeline_tiles() const { return Head::HAS_BLOCK_MAP ? last + 1 : tiles; }
     // STAGGERED: number of key tiles after the last own one that this consumer drains in the next work tile. At most
     // STAGES: after the block's last work tile nothing drains them, and with more the producer would wait for ever.
     __device__ __forceinline__ int postponed_tiles() const {

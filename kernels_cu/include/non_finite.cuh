@@ -69,10 +69,10 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
 }
 
 // P after dropout (p), and dS, of query row i and key j. All lanes of the warp call it.
-struct Pair {
+struct ElementGradients {
     float p, ds;
-    __device__ __forceinline__ Pair(const dtype* q, const dtype* k, const dtype* v, const dtype* dO, float lse,
-                                    float delta, const Head& head, int i, int j) {
+    __device__ __forceinline__ ElementGradients(const dtype* q, const dtype* k, const dtype* v, const dtype* dO,
+                                                float lse, float delta, const Head& head, int i, int j) {
         float s = 0.0f, dp = 0.0f;
         for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) s += to_float(q[d]) * to_float(k[d]);
         for (int d = threadIdx.x % 32; d < HEAD_DIM_V; d += 32) dp += to_float(dO[d]) * to_float(v[d]);
@@ -103,10 +103,10 @@ __device__ FALLBACK_INLINE void key_gradients_non_finite(const View<const dtype>
             for (int i = queries.begin; i < queries.end; ++i) {
                 if (!head.visible(i, j)) continue;
                 const dtype *q = head.query(Q, h, i), *grad = head.query(dO, h, i);
-                const Pair pair(q, head.key(K, kv_head, j), head.key(V, kv_head, j), grad, LSE[first + i],
-                                delta[first + i], head, i, j);
-                for (int d = lane; d < HEAD_DIM; d += 32) dk[d / 32] += pair.ds * to_float(q[d]);
-                for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += pair.p * to_float(grad[d]);
+                const ElementGradients element(q, head.key(K, kv_head, j), head.key(V, kv_head, j), grad,
+                                               LSE[first + i], delta[first + i], head, i, j);
+                for (int d = lane; d < HEAD_DIM; d += 32) dk[d / 32] += element.ds * to_float(q[d]);
+                for (int d = lane; d < HEAD_DIM_V; d += 32) dv[d / 32] += element.p * to_float(grad[d]);
             }
         }
         for (int d = lane; d < HEAD_DIM; d += 32) seqlen.key(dK, kv_head, j)[d] = dtype(dk[d / 32] * score.scale);
@@ -131,9 +131,9 @@ __device__ __forceinline__ void query_gradients_of(const View<const dtype>& Q, c
         for (int j = keys.begin; j < keys.end; ++j) {
             if (!head.visible(i, j)) continue;
             const dtype* k = head.key(K, h / group, j);
-            const Pair pair(head.query(Q, h, i), k, head.key(V, h / group, j), head.query(dO, h, i), LSE[first + i],
-                            delta[first + i], head, i, j);
-            for (int d = lane; d < HEAD_DIM; d += 32) dq[d / 32] += pair.ds * to_float(k[d]);
+            const ElementGradients element(head.query(Q, h, i), k, head.key(V, h / group, j), head.query(dO, h, i),
+                                           LSE[first + i], delta[first + i], head, i, j);
+            for (int d = lane; d < HEAD_DIM; d += 32) dq[d / 32] += element.ds * to_float(k[d]);
         }
         for (int d = lane; d < HEAD_DIM; d += 32)
             if (d0 <= d && d < d0 + COLS) head.query(dQ, h, i)[d] = dtype(dq[d / 32] * score.scale);

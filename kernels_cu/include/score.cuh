@@ -9,7 +9,7 @@
 // BIAS     1: Q's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
-// SCORE_SNIPPET  1: the user's expressions, generated as CUDA code
+// SCORE_SNIPPET  1: the user's expressions (score_mod and mask_mod of FlexAttention), generated as CUDA code
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -75,7 +75,7 @@ struct HeadFactors {
 };
 
 #if SCORE_SNIPPET
-// A tensor with RANK dimensions that the user's expressions read as name(i, j). Strides in elements.
+// A tensor with RANK dimensions that score_mod and mask_mod read as name(i, j). Strides in elements.
 template <class T, int RANK>
 struct SnippetTensor {
     const T* data;
@@ -97,10 +97,10 @@ struct SnippetTensor {
         return static_cast<float>(x);
     }
 };
-#include <score_snippet.cuh>  // struct Snippet, generated from the user's expressions (sandbox/core/snippet.py)
+#include <score_snippet.cuh>  // struct Snippet, generated from score_mod and mask_mod (sandbox/core/snippet.py)
 #else
 struct Snippet {
-    static constexpr bool SCORES = false, HIDES = false;
+    static constexpr bool HAS_SCORE_MOD = false, HAS_MASK_MOD = false;
 };
 #endif
 

@@ -1,11 +1,11 @@
-// Score options: scale, softcap, ALiBi, bias, user expressions, sinks, dropout; with mask.cuh also masks and lengths.
+// Score options: scale, softcap, ALiBi, bias, score_mod, sinks, dropout; with mask.cuh also masks and lengths.
 // A kernel constructs one object per query head and calls its functions:
 //
 //   const Head head(score, b, h);
 //
 // The options modify a score x in this order:
 //
-//   x = scale * (q . k) -> softcap -> ALiBi -> bias -> the user's expression
+//   x = scale * (q . k) -> softcap -> ALiBi -> bias -> score_mod (the user's expression)
 //
 // An option that a problem does not use is not compiled in.
 //
@@ -55,10 +55,11 @@ struct ScoreIndex {
 struct Head : Mask {
     // A new score modification appears in the first of these and, if its derivative is not 1, in the second: kernels
     // skip the modification, or multiply by its derivative, accordingly.
-    static constexpr bool HAS_SCORE_MOD = SOFTCAP || ALIBI || BIAS || Snippet::SCORES;  // x is not scale * (q . k)
-    static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::SCORES;              // dx / d(scale * (q . k)) is not 1
-    static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::SCORES;  // needs more registers
-    static constexpr float LOG2E = 1.4426950408889634f;                             // e^x = 2^(x log2(e))
+    static constexpr bool HAS_SCORE_MOD =
+        SOFTCAP || ALIBI || BIAS || Snippet::HAS_SCORE_MOD;                    // x is not scale * (q . k)
+    static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::HAS_SCORE_MOD;  // dx / d(scale * (q . k)) is not 1
+    static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::HAS_SCORE_MOD;  // needs more registers
+    static constexpr float LOG2E = 1.4426950408889634f;                                    // e^x = 2^(x log2(e))
     // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). The rounding
     // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows,
     // until P overflows: there, the argument is (S - m) * scale_log2.
@@ -92,7 +93,7 @@ struct Head : Mask {
 
     // softmax_scale of a problem in which it is the same for all heads.
     static __device__ __forceinline__ float softmax_scale_of(const Score& score) {
-        if (Snippet::SCORES) return 1.0f;
+        if (Snippet::HAS_SCORE_MOD) return 1.0f;
 #if SOFTCAP
         return score.softcap;
 #else
@@ -117,7 +118,7 @@ struct Head : Mask {
         scale *= score.descale_k(b, h / score.group);
 #endif
         if (fabsf(scale) < MIN_SCALE) scale = MIN_SCALE;
-        if (!SOFTCAP && !Snippet::SCORES) softmax_scale = scale;
+        if (!SOFTCAP && !Snippet::HAS_SCORE_MOD) softmax_scale = scale;
 #endif
 #if DESCALE & 4
         descale = score.descale_v(b, h / score.group);
@@ -159,7 +160,8 @@ struct Head : Mask {
     }
     template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float bias_value) const {
-        constexpr bool SCALED = UNITS == ScoreUnits::SCALED || Snippet::SCORES;  // with a snippet, softmax_scale is 1
+        constexpr bool SCALED =
+            UNITS == ScoreUnits::SCALED || Snippet::HAS_SCORE_MOD;  // with a snippet, softmax_scale is 1
         T x = with_derivative<T>(SCALED ? dot * head_scale() : dot, 1.0f);
 #if SOFTCAP
         const float y = expression::tanh(dot * (head_scale() * (1.0f / score.softcap)));
@@ -175,7 +177,7 @@ struct Head : Mask {
         if (OF_BIAS) x = with_derivative<T>(value_of(x), 1.0f);
 #endif
 #if SCORE_SNIPPET
-        if (Snippet::SCORES)
+        if (Snippet::HAS_SCORE_MOD)
             x = score.snippet.new_score(x, b, h, min(at.query_row(), Sq - 1), min(at.key_col(), key_rows() - 1), Sq,
                                         Sk);
 #endif
@@ -193,7 +195,7 @@ struct Head : Mask {
     __device__ __forceinline__ RecomputedP recompute_P(float dot, float lse, int query_row, int key_col) const {
         const Dual x = apply_score_mod<Dual, ScoreUnits::SCALED, OF_BIAS>(dot, {query_row, key_col});
         const float finite_lse = lse == -INF ? 0.0f : lse;  // no visible key: -INF - -INF would be NaN
-        const bool has_derivative = OF_BIAS ? Snippet::SCORES : HAS_DERIVATIVE;
+        const bool has_derivative = OF_BIAS ? Snippet::HAS_SCORE_MOD : HAS_DERIVATIVE;
         // __fadd_rn: contraction to fma(dot, scale, -lse) would not cancel the rounding of LSE.
         const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -finite_lse);
         return {expf(exponent > 0.0f ? 0.0f : exponent),

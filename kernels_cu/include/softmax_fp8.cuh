@@ -137,5 +137,5 @@ struct Fp8SoftmaxState : AccumulatorRows<QueryRows> {
         return Head::is_large(m[0], scale_log2 / LIMIT) || Head::is_large(m[1], scale_log2 / LIMIT);
     }
     // A masked key has P = 0, but 0 * NaN is NaN. Only masks hide keys.
-    __device__ __forceinline__ bool finite() const { return !Head::HIDES || all_finite<1>(O); }
+    __device__ __forceinline__ bool finite() const { return !Head::HAS_MASK || all_finite<1>(O); }
 };

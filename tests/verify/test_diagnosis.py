@@ -214,7 +214,7 @@ def test_planted_faults(old: str, new: str, problem: Problem, how: dict[str, str
 
 def test_the_input_whose_nan_is_wrong(tmp_path: Path) -> None:
     """Without the test for visible keys, P = 0 of a masked key is multiplied with NaN."""
-    kernel = faulty(tmp_path, "if (!Head::HIDES || visible(j)) o +=", "o +=")
+    kernel = faulty(tmp_path, "if (!Head::HAS_MASK || visible(j)) o +=", "o +=")
     found = cause(kernel, dataclasses.replace(PLAIN, causal="bottom-right"), inputs="nan")
     assert "nan in row 80 of V reaches row 0 of O, which does not see it" in found
 
