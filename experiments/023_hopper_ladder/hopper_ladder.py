@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kernels_cu.course.hopper_plain import supports
 from sandbox.bench.steps import Step
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import Kernel, Problem, Tile, cdiv
 
 OFF, ON = 1, 2
 WIDTHS = (64, 128)
@@ -44,13 +45,6 @@ def tiles(D: int) -> dict[str, Tile]:
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, stages of K and V, O, and mbarriers."""
     return 128 * cdiv(p.D, 64) * (2 * t.BLOCK_M + 2 * t.STAGES * t.BLOCK_N) + 1024
-
-
-def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Why a problem is not supported, or None: no options but masks by position, and D = Dv of 64 or 128."""
-    if not p.plain or p.D not in WIDTHS:
-        return f"{p} is not supported: the kernel is for D = Dv = 64 or 128 without options; use fwd_wgmma"
-    return unsupported_by_wgmma(p, arch, "fwd_block2d")
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
