@@ -1,7 +1,8 @@
-"""The stored results of sampled mutations as a table: how many are noticed, by folder."""
+"""The stored results of sampled mutations as a table: how many the tests kill, by folder."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,14 @@ def text(rows: Iterable[Row]) -> str:
     lines = [
         "# Mutation score",
         "",
-        "Random mutations of Python files and kernels, and how many the tests notice. For each mutation the tests that",
-        "execute its line, or launch its kernel, run, the cheapest first, for at most 40 s or 120 s. The second column",
-        "also counts a mutation that these missed and others noticed, of `make test` or `make test-all`. A test that",
-        "was written because of a survivor does not change its row, and later samples have another seed. Written from",
-        "`scripts/mutation_score.jsonl` with `make mutants ARGS=--table`.",
+        "Random mutations of Python files (host) and kernels, and how many the tests kill. For each mutation the tests",
+        "that execute its line, or launch its kernel, run, the cheapest first, for at most 40 s or 120 s: the column",
+        "“killed”. The next column also counts mutations that these missed and other tests of `make test` or",
+        "`make test-all` killed. Each seed is one random sample. A test that was written because a mutation survived",
+        "does not change the row of its sample; later samples have another seed. `sandbox` is `sandbox/__init__.py`.",
+        "Written from `scripts/mutation_score.jsonl` with `make mutants ARGS=--table`.",
         "",
-        "| folder | mutations | noticed by tests of `make test` | with more tests | equivalent, not counted |",
+        "| folder | mutations | killed | killed with more tests | equivalent, not counted |",
         "| --- | --- | --- | --- | --- |",
         *(_line(folder, its_rows) for folder, its_rows in by_folder.items()),
         *(
@@ -58,7 +60,7 @@ def text(rows: Iterable[Row]) -> str:
         ),
         _line("**all**", every),
         "",
-        "## Not noticed",
+        "## Survived",
         "",
         *(f"- {_described(row)}" for row in every if not row["equivalent"] and not row["noticed"]),
         "",
@@ -76,8 +78,17 @@ def _line(name: str, rows: list[Row]) -> str:
 
 
 def _described(row: Row) -> str:
-    before, after = (" ".join(row[name].split()) or "nothing" for name in ("before", "after"))
-    return f"`{row['file']}`, {row['operator']}, `{before}` → `{after}` in `{row['context']}`"
+    return f"`{row['file']}`, {row['operator']}, {_change(row)} in `{row['context']}`"
+
+
+def _change(row: Row) -> str:
+    """What the mutation changes. The row has the characters that differ; a part of a word is shown as the word."""
+    before, after = (" ".join(row[name].split()) for name in ("before", "after"))
+    if not before or not after:
+        return f"`{after}` inserted" if after else f"`{before}` removed"
+    found = re.search(rf"(\w*){re.escape(before)}(\w*)", row["context"]) if before[0].isalpha() else None
+    start, end = found.groups() if found else ("", "")
+    return f"`{start}{before}{end}` → `{start}{after}{end}`"
 
 
 def write() -> None:
