@@ -258,7 +258,7 @@ class Kernel(Entry):
         return replace(problem, latent=True, Dv=min(problem.Dv, self.max_Dv or self.max_D))
 
     def why_tile_unsupported(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
-        """Why `tile` is illegal for `problem`, as a sentence; None if it is legal."""
+        """Why `tile` is not valid for `problem`, as a sentence; None if it is."""
         if set(tile) != set(self.tiles[0]):
             return f"{self.name}: tile {tile or '(empty)'} must set {', '.join(self.tiles[0])} and nothing else"
         reason = self.check_tile(problem, tile, arch)

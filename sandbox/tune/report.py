@@ -73,7 +73,7 @@ def verdict(search: Search) -> list[Text]:
     """How many tiles were measured, which is best, and for which problems it is stored."""
     states = Counter(c.state for c in search.candidates.values())
     others = ", ".join(f"{states[state]} {state}" for state in STATES if states[state])
-    lines = [Text(f"{search.combinations} tiles, {len(search.candidates)} legal: {others}")]
+    lines = [Text(f"{search.combinations} tiles, {len(search.candidates)} valid: {others}")]
     if search.executor.gpu == executors.EMULATION:
         lines.append(Text("emulated: not GPU times; attention does not use this result", "yellow"))
     w, own = search.winner, search.own
@@ -155,7 +155,7 @@ def _heat(axis: Any, search: Search, x: str, y: str, values: Mapping[str, Sequen
                 axis.text(column, row - 0.28, rest, ha="center", va="center", fontsize=6, color="#333333")
             else:
                 states = Counter(k.state for k in search.candidates.values() if (k.tile[x], k.tile[y]) == (i, j))
-                text = ", ".join(states) or "not legal"
+                text = ", ".join(states) or "not valid"
                 axis.text(column, row, text, ha="center", va="center", fontsize=7, color="#888888")
     axis.set_xticks(range(len(values[x])), values[x])
     axis.set_yticks(range(len(values[y])), values[y])

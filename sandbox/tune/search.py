@@ -94,7 +94,7 @@ class Search:
         self.kernel, self.problem, self.executor = kernel, problem, executor
         self.fixed, self.fresh = fixed or {}, fresh
         self.candidates: dict[Tile, Candidate] = {}
-        self.combinations = 0  # how many tiles the space has, legal or not
+        self.combinations = 0  # how many tiles the space has, valid or not
         self.winner: Candidate | None = None
         self.own: Candidate | None = None
         self._setting = executor.describe()
@@ -104,7 +104,7 @@ class Search:
     def __iter__(self) -> Iterator[Candidate]:
         """Yields a candidate when it is dropped, and each time it has been timed.
 
-        Raises UnsupportedProblem if no tile is legal, or none is correct.
+        Raises UnsupportedProblem if no tile is valid, or none is correct.
         """
         if not self.fresh:
             self._recall()
@@ -152,7 +152,7 @@ class Search:
         legal = [tile for tile, reason in reasons.items() if reason is None]
         if not legal:
             raise UnsupportedProblem(
-                f"none of {len(tiles)} tiles is legal for {self.problem}; for example, {reasons[tiles[0]]}"
+                f"none of {len(tiles)} tiles is valid for {self.problem}; for example, {reasons[tiles[0]]}"
             )
         return legal
 

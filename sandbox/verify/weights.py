@@ -140,7 +140,7 @@ def missing_keys(w: Weights) -> Cause | None:
     affected = np.asarray(missing.any(1))
     if not affected.any():
         return None
-    for base, where in ((w.expected, "P V (l counts them)"), (w.by_own_sum, "S (O and l both lack them)")):
+    for base, where in ((w.expected, "P V (l counts them)"), (w.by_own_sum, "S (so from both O and l)")):
         off = abs(w.got - base) > 2 * _EXACT * np.maximum(base, base.max(1, keepdims=True) / 10)
         if (off & ~missing)[affected & np.isfinite(w.lse)].mean() < 1 - _MOST:
             return _missing(missing, affected, w, where)

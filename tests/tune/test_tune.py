@@ -265,7 +265,7 @@ def test_numbers_held_fixed(own_cache: Path) -> None:
 
 
 def test_no_tile_is_legal_or_right(own_cache: Path) -> None:
-    with pytest.raises(UnsupportedProblem, match=r"none of 4 tiles is legal for .* needs \d+ bytes of shared memory"):
+    with pytest.raises(UnsupportedProblem, match=r"none of 4 tiles is valid for .* needs \d+ bytes of shared memory"):
         Search(MINIMAL, dataclasses.replace(PROBLEM, D=256), FakeExecutor(), {"BLOCK_M": 256}).legal()
     with pytest.raises(UnsupportedProblem, match=r"no tile is correct on .*: error 1 against a bound of 0"):
         finished(FakeExecutor(), fixed=dict(FakeExecutor.wrong))
@@ -381,7 +381,7 @@ def test_the_table_and_the_picture(own_cache: Path, tmp_path: Path) -> None:
     ranked = tune_report.ranked(search)
     assert ranked[0].tile == BEST
     assert all(c.finalist for c in ranked[:5])
-    assert "16 tiles, 16 legal: 13 timed, 1 fails, 1 spills, 1 does not compile" in tune_report.verdict(search)[0].plain
+    assert "16 tiles, 16 valid: 13 timed, 1 fails, 1 spills, 1 does not compile" in tune_report.verdict(search)[0].plain
     assert "BLOCK_M=128,BLOCK_N=16, 3.00 times as fast as the spec's own BLOCK_M=64,BLOCK_N=32" in "".join(
         text.plain for text in tune_report.verdict(search)
     )
