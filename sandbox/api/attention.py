@@ -33,22 +33,24 @@ def attention_forward(
     q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: float | None = None,
     **options: Unpack[ForwardKeywords],
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Exact attention by FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 1). Autograd does not record it.
+    """Exact attention (no approximation), computed tile by tile with an online softmax: FlashAttention-2 (Dao 2023,
+    arXiv:2307.08691, Algorithm 1); on Hopper GPUs with the warp specialisation of FlashAttention-3 (Shah et al. 2024,
+    arXiv:2407.08608). Autograd does not record it.
 
-    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H; float32, float16, bfloat16, or float8
-    (e4m3fn, e5m2; v may have the other of the two), which has no gradient; k and v may be float8 with q in float16 or
-    bfloat16. Any strides with a unit stride in D. NumPy, CuPy, PyTorch or other DLPack arrays, all of one library and
-    on one device. Latent attention: if v is a view of the
-    first Dv columns of k, the data is read once, and D may be up to 576 on Hopper GPUs (forward only).
-    causal: False; True or "bottom-right": query i sees keys j <= i + Sk - Sq; "top-left": j <= i.
+    q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H. Dtypes: float32, float16 or bfloat16,
+    the same for all; or float8 (e4m3fn, e5m2), where k has q's dtype and v either of the two; or q in float16 or
+    bfloat16 with k and v in float8. float8 has no gradient. Any strides with a unit stride in D. NumPy, CuPy, PyTorch
+    or other DLPack arrays, all of one library and on one device. Latent attention: if v is a view of the first Dv
+    columns of k, the data is read once, and D may be up to 576 on Hopper GPUs (forward only).
+    causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i.
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
     The following score options are off by default and are applied in this order. Arrays are of q's library, on q's
     device, with any strides.
-    softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + shift - j| is
-    subtracted, where shift is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or
+    softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + diagonal - j|
+    is subtracted, where diagonal is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or
     float32; added. score: a `sandbox.Score`, the user's own expressions. window: (left, right), the number of keys to
-    either side of i + shift that are visible, both ends included; None: no bound. mask: bool, broadcastable to
+    either side of i + diagonal that are visible, both ends included; None: no bound. mask: bool, broadcastable to
     (B, H, Sq, Sk); False hides. sink: (H,) float32; exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32;
     the number of valid keys per batch entry, clamped to 0 … Sk.
     dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
@@ -60,12 +62,13 @@ def attention_forward(
     becomes the largest number of v's dtype, and rounded to that dtype; out_dtype: bfloat16 (the default), float16 or
     float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
 
-    kernel: a name from `python -m sandbox list`; by default the highest rung that supports the problem. tile: a Tile,
-    {"BLOCK_M": 64, ...} or "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
+    kernel: a name from `python -m sandbox list`; by default the fastest one for the problem, as measured
+    (`python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...".
+    backend: "cuda" or "cpu"; by default that of the arrays.
 
     Returns out, (B, H, Sq, Dv), of q's dtype (for float8: `out_dtype`), library and device; and lse, (B, H, Sq)
-    float32, the natural log-sum-exp of the scores, the sink included. A row that sees no key has out 0, and lse -inf;
-    with a sink, lse is sink[h]. On a GPU the work is queued on the caller's current stream. If `backend` is not that of
+    float32, the natural log-sum-exp of the scores, the sink included. A fully masked row has out 0 and lse -inf; with
+    a sink, lse is sink[h]. On a GPU the work is queued on the caller's current stream. If `backend` is not that of
     the arrays, they are copied to its device, and the results back.
 
     Raises UnsupportedProblem naming the unsupported value; TypeError for an unknown keyword argument; SpecError,
@@ -125,14 +128,14 @@ def attention_varlen(
     max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None, return_lse: bool = False,
     **options: Unpack[ForwardKeywords],
 ) -> Any:  # fmt: skip
-    """`attention` of sequences of different lengths, packed without padding. A query sees only keys of its own
-    sequence. The host never waits for the GPU.
+    """`attention` of sequences of different lengths, packed without padding. A query attends only to keys of its
+    own sequence. The host never waits for the GPU.
 
     q: (total_q, H, D); k: (total_k, Hk, D); v: (total_k, Hk, Dv); any strides with a unit stride in D.
     cu_seqlens_q: (B + 1,) int32, on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q; it
     starts with 0 and does not decrease. cu_seqlens_k: the same for k and v; by default cu_seqlens_q. A sequence may be
-    empty, and have more queries than keys or fewer. Rows after the last sequence are not written, nor are their
-    gradients.
+    empty, and have more queries than keys or fewer. In rows after the last sequence, out, lse and the gradients are
+    uninitialised.
 
     The options are those of `attention`; i, j, Sq and Sk are relative to a sequence, and b is its index. bias and mask
     broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default total_q and total_k; sequence b reads the first rows and
@@ -178,14 +181,14 @@ def attention_paged(
     in one batch: q is (total_q, H, D), and the queries of entry b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], as
     in `attention_varlen`.
 
-    The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query sees the last valid
-    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with cu_seqlens_q, by
-    default total_q. Without bias and mask, max_seqlen_q has no effect.
+    The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query attends to the last
+    valid key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with
+    cu_seqlens_q, by default total_q. Without bias and mask, max_seqlen_q has no effect.
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32; with cu_seqlens_q they are
     (total_q, H, Dv) and (H, total_q). It has no gradient. A page number out of range, a key length beyond the table and
-    invalid cu_seqlens_q are errors on the CPU backend and with SANDBOX_CHECKED=1; else a GPU reads another page of
-    k_pages and v_pages, and no memory outside of them. Raises the exceptions of `attention_forward`.
+    invalid cu_seqlens_q are errors on the CPU backend and with SANDBOX_CHECKED=1. Otherwise a GPU clamps them to the
+    tensors: there is no out-of-bounds access, but the results are wrong. Raises the exceptions of `attention_forward`.
     """
     check_keywords("attention_paged", options, PAGED)
     check_dimensions("q", q, "(B, H, Sq, D)" if cu_seqlens_q is None else "(total_q, H, D)")
@@ -233,7 +236,7 @@ def attention_backward(
     bitwise equal in every call.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
-    share a key/value head. A row that sees no key, and a key that no row sees, have gradient 0. The gradients of bias,
+    share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias,
     sink and lse are available through autograd of `attention` only. Memory in addition to inputs and results: delta,
     (B, H, Sq) float32; a kernel that accumulates dq with atomics also needs dQ_accum, (B, H, Sq, D) float32.
 

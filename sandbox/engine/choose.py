@@ -61,9 +61,14 @@ def choose_tile(
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
     ranks = ranked(kernel, problem)
-    own = dict.fromkeys((_fitted(candidate, multiprocessors) for candidate in ranks), "the spec's best legal tile")
+    own = dict.fromkeys(
+        (_fitted(candidate, multiprocessors) for candidate in ranks),
+        "the first of the spec's tiles that fits and does not spill",
+    )
     candidates = (
-        {tile: "as requested"} if tile is not None else {**({found: f"tuned on {gpu}"} if found else {}), **own}
+        {tile: "as passed by the caller"}
+        if tile is not None
+        else {**({found: f"tuned on {gpu}"} if found else {}), **own}
     )
     reasons: list[str] = []
     spilled: dict[Tile, int] = {}

@@ -325,9 +325,10 @@ def compile(
 ) -> Compiled:
     """Compile one kernel for one architecture and report its resource usage. Needs no GPU.
 
-    kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension, causal: of
-    attention; the kernel of an operation is compiled for a problem with sizes of 1024. dtype: "float32",
-    "float16" or "bfloat16". arch: such as "sm_90a"; default: that of the GPU, or sm_90a without a GPU.
+    kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension; causal: the mask;
+    both only for attention. A custom operation (sandbox.spec.Operation) is compiled with every dimension 1024. dtype:
+    of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2"). arch:
+    such as "sm_90a"; default: that of the GPU, or sm_90a without a GPU.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
