@@ -9,7 +9,7 @@ from .gradients import Gradients
 from .io_model import HbmBytes, hbm_bytes, paper_block_sizes
 from .pages import gather_pages
 from .rounding import round_to, ulp
-from .score import Expressions, Meaning, Options, Part
+from .score import Expressions, Options, Part, ScoreOptions
 from .semantics import Shape, visible
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "Expressions",
     "Gradients",
     "HbmBytes",
-    "Meaning",
     "Options",
     "Part",
+    "ScoreOptions",
     "Shape",
     "attention",
     "attention_backward",

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from .gradients import Gradients, Sums
 from .rounding import LARGEST_FINITE, dtype_name, quantised, round_to, sum_rounding
-from .score import Meaning, Options
+from .score import Options, ScoreOptions
 from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, plain_array, shape_of
 
 Round = Callable[[Array], Array]
@@ -146,10 +146,10 @@ def output_rounding(
     """
     q, k, v, out = (np.asarray(x).astype(np.float64) for x in (q, k, v, out))
     shape = shape_of(q, k, v)
-    meaning = Meaning(shape, causal, scale, **options)
+    score_options = ScoreOptions(shape, causal, scale, **options)
     errors = np.empty_like(out)
     for b, h in np.ndindex(shape.B, shape.H):
-        head, hk = meaning.head(b, h), shape.key_head(h)
+        head, hk = score_options.head(b, h), shape.key_head(h)
         V = v[b, hk] * head.descale
         for rows in _chunks(shape.Sq, shape.Sk):
             S, O = head.scores(q[b, h, rows], k[b, hk], rows.start, sized=True), out[b, h, rows]
@@ -190,10 +190,10 @@ def backward_magnitudes(
     dout, q, k, v, out, lse = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v, out, lse))
     shape = shape_of(q, k, v)
     check_gradient_shapes(shape, dout, out, lse, dlse)
-    meaning = Meaning(shape, causal, scale, **options)
-    sums = Sums(meaning, np.float64)
+    score_options = ScoreOptions(shape, causal, scale, **options)
+    sums = Sums(score_options, np.float64)
     for b, h in np.ndindex(shape.B, shape.H):
-        head, hk = meaning.head(b, h), shape.key_head(h)
+        head, hk = score_options.head(b, h), shape.key_head(h)
         V = abs(v[b, hk])
         for rows in _chunks(shape.Sq, shape.Sk):
             S = head.scores(q[b, h, rows], k[b, hk], rows.start, sized=True)
@@ -253,11 +253,11 @@ def _forward(
 ) -> tuple[Array, Array]:  # fmt: skip
     q, k, v = plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
-    meaning = Meaning(shape, causal, scale, **options)
+    score_options = ScoreOptions(shape, causal, scale, **options)
     out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         K, V = (x[b, shape.key_head(h)].astype(dtype) for x in (k, v))
-        head = meaning.head(b, h)
+        head = score_options.head(b, h)
         for rows in _chunks(shape.Sq, shape.Sk):
             S = head.scores(q[b, h, rows].astype(dtype), K, rows.start)
             P, lse[b, h, rows] = _softmax(rounded.S(S.x), S.seen, head.sink)
@@ -275,10 +275,10 @@ def _backward(
     dout, q, k, v = plain_array(dout), plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
     check_gradient_shapes(shape, dout, out, lse, dlse)
-    meaning = Meaning(shape, causal, scale, **options)
-    sums = Sums(meaning, dtype)
+    score_options = ScoreOptions(shape, causal, scale, **options)
+    sums = Sums(score_options, dtype)
     for b, h in np.ndindex(shape.B, shape.H):
-        head, hk = meaning.head(b, h), shape.key_head(h)
+        head, hk = score_options.head(b, h), shape.key_head(h)
         K, V = k[b, hk].astype(dtype), v[b, hk].astype(dtype)
         for rows in _chunks(shape.Sq, shape.Sk):
             Q, dO = q[b, h, rows].astype(dtype), dout[b, h, rows].astype(dtype)

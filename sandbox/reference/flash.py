@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .rounding import quantised
-from .score import Head, Meaning, Options
+from .score import Head, Options, ScoreOptions
 from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, plain_array, shape_of
 
 
@@ -151,11 +151,11 @@ def _forward(
     q, k, v = plain_array(q), plain_array(k), plain_array(v)
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
-    meaning = Meaning(shape, causal, scale, **options)
+    score_options = ScoreOptions(shape, causal, scale, **options)
     out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
-        own = meaning.head(b, h)
+        own = score_options.head(b, h)
         head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, own)
         out[b, h] *= own.descale
     return out, lse

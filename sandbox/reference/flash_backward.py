@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from .flash import load, store
 from .gradients import Gradients
-from .score import Head, Meaning, Options
+from .score import Head, Options, ScoreOptions
 from .semantics import Array, Causal, check_gradient_shapes, check_tile, dot_seen, or_zero, plain_array, shape_of
 
 
@@ -43,22 +43,24 @@ def flash2_backward(
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
     check_gradient_shapes(shape, dout, out, lse, dlse)
-    meaning = Meaning(shape, causal, scale, **options)
+    score_options = ScoreOptions(shape, causal, scale, **options)
     dq, dk, dv = np.zeros(q.shape, dtype), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype)  # line 3
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3)  # line 4
     if dlse is not None:
         delta -= dlse  # the only effect of a gradient of LSE
-    dbias = None if meaning.bias is None else np.zeros(meaning.bias.shape, dtype)  # one per head, summed below
-    dsink = None if meaning.sink is None else np.zeros(shape.H, dtype)
+    dbias = (
+        None if score_options.bias is None else np.zeros(score_options.bias.shape, dtype)
+    )  # one per head, summed below
+    dsink = None if score_options.sink is None else np.zeros(shape.H, dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
         inputs = (dout[b, h], q[b, h], k[b, hk], v[b, hk], lse[b, h], delta[b, h])
-        head = meaning.head(b, h)
+        head = score_options.head(b, h)
         outputs = (dq[b, h], dk[b, hk], dv[b, hk], None if dbias is None else dbias[b, h])
-        _backward_head(*inputs, *outputs, BLOCK_M, BLOCK_N, head, meaning.scale)
+        _backward_head(*inputs, *outputs, BLOCK_M, BLOCK_N, head, score_options.scale)
         if dsink is not None:
             dsink[h] += head.dsink(lse[b, h], delta[b, h]).sum()
-    return Gradients(dq, dk, dv, None if dbias is None else meaning.dbias(dbias), dsink)
+    return Gradients(dq, dk, dv, None if dbias is None else score_options.dbias(dbias), dsink)
 
 
 def _backward_head(

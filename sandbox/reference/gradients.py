@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .score import Meaning
+from .score import ScoreOptions
 from .semantics import Array, Mask, dot_seen
 
 
@@ -33,26 +33,26 @@ class Gradients(tuple[Array, Array, Array]):
 class Sums:
     """Accumulates the gradients over chunks of query rows; dsink is one number per head."""
 
-    def __init__(self, meaning: Meaning, dtype: DTypeLike):
-        B, H, Hk, Sq, Sk, D, Dv = meaning.shape
-        self._meaning = meaning
+    def __init__(self, score_options: ScoreOptions, dtype: DTypeLike):
+        B, H, Hk, Sq, Sk, D, Dv = score_options.shape
+        self._options = score_options
         self._dq, self._dk, self._dv = (np.zeros(s, dtype) for s in ((B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv)))
-        self._dx = np.zeros((B, H, Sq, Sk), dtype) if meaning.bias is not None else None
+        self._dx = np.zeros((B, H, Sq, Sk), dtype) if score_options.bias is not None else None
         self.dsink = np.zeros(H, dtype)
 
     def add(
         self, b: int, h: int, rows: slice, seen: Mask, P: Array, dS: Array, dx: Array, Q: Array, K: Array, dO: Array
     ) -> None:
         """Add a chunk of query rows: P, the gradients dS of the scaled dot products and dx of the bias."""
-        hk = self._meaning.shape.key_head(h)
-        self._dq[b, h, rows] = self._meaning.scale * dot_seen(dS, K, seen)
-        self._dk[b, hk] += self._meaning.scale * dot_seen(dS.T, Q, seen.T)
+        hk = self._options.shape.key_head(h)
+        self._dq[b, h, rows] = self._options.scale * dot_seen(dS, K, seen)
+        self._dk[b, hk] += self._options.scale * dot_seen(dS.T, Q, seen.T)
         self._dv[b, hk] += dot_seen(P.T, dO, seen.T)
         if self._dx is not None:
             self._dx[b, h, rows] = dx
 
     def gradients(self, rounded: Callable[[Array], Array] = lambda x: x) -> Gradients:
         """The rounded sums. dsink is fp32 for all input dtypes and is not rounded."""
-        dbias = None if self._dx is None else rounded(self._meaning.dbias(self._dx))
-        dsink = None if self._meaning.sink is None else self.dsink
+        dbias = None if self._dx is None else rounded(self._options.dbias(self._dx))
+        dsink = None if self._options.sink is None else self.dsink
         return Gradients(rounded(self._dq), rounded(self._dk), rounded(self._dv), dbias, dsink)

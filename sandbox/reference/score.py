@@ -73,7 +73,7 @@ class Scores(NamedTuple):
     size: Array | float
 
 
-class Meaning:
+class ScoreOptions:
     """What the scores of one attention call are. Raises ValueError naming an option that does not fit its shapes."""
 
     def __init__(
@@ -123,31 +123,31 @@ class Head:
     Rows count from the first of q; `shift` is what leads from there to the row's own place among the keys.
     """
 
-    def __init__(self, meaning: Meaning, b: int, h: int):
-        shape = meaning.shape
-        self._meaning, self._b, self._h, self._Sq = meaning, b, h, shape.Sq
-        self.Sk = shape.Sk if meaning.lengths is None else int(np.clip(meaning.lengths[b], 0, shape.Sk))
-        self.shift = meaning.part.row + (self.Sk - meaning.part.Sq if meaning.aligned_right else 0)
-        self.sink = -np.inf if meaning.sink is None else float(meaning.sink[h])
-        of_q, of_k, of_v = meaning.descale
-        self.scale = meaning.scale * float(of_q[b, h]) * float(of_k[b, shape.key_head(h)])
+    def __init__(self, score_options: ScoreOptions, b: int, h: int):
+        shape = score_options.shape
+        self._options, self._b, self._h, self._Sq = score_options, b, h, shape.Sq
+        self.Sk = shape.Sk if score_options.lengths is None else int(np.clip(score_options.lengths[b], 0, shape.Sk))
+        self.shift = score_options.part.row + (self.Sk - score_options.part.Sq if score_options.aligned_right else 0)
+        self.sink = -np.inf if score_options.sink is None else float(score_options.sink[h])
+        of_q, of_k, of_v = score_options.descale
+        self.scale = score_options.scale * float(of_q[b, h]) * float(of_k[b, shape.key_head(h)])
         self.descale = float(of_v[b, shape.key_head(h)])  # of O
 
     def seen(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
         """The part (rows, cols) of what is seen, without the user's own condition, at query row m0 and key n0."""
         j, own = np.arange(n0, n0 + cols)[None, :], np.arange(m0, m0 + rows)[:, None] + self.shift
         seen = np.broadcast_to(j < self.Sk, (rows, cols))
-        if (left := self._meaning.left) is not None:
+        if (left := self._options.left) is not None:
             seen = seen & (own - left <= j)
-        if (right := self._meaning.right) is not None:
+        if (right := self._options.right) is not None:
             seen = seen & (j <= own + right)
-        if self._meaning.mask is not None:
-            seen = seen & self._meaning.mask[self._b, self._h, m0 : m0 + rows, n0 : n0 + cols]
+        if self._options.mask is not None:
+            seen = seen & self._options.mask[self._b, self._h, m0 : m0 + rows, n0 : n0 + cols]
         return seen
 
     def scores(self, Q: Array, K: Array, m0: int = 0, n0: int = 0, *, sized: bool = False) -> Scores:
         """Of query rows Q (M, D) from m0 on and keys K (N, D) from n0 on, in their dtype; their sizes if `sized`."""
-        of, dtype = self._meaning, Q.dtype
+        of, dtype = self._options, Q.dtype
         i, j = np.arange(m0, m0 + len(Q))[:, None], np.arange(n0, n0 + len(K))[None, :]
         seen = self.seen(m0, len(Q), n0, len(K))
         steep: Array | float = 1.0
@@ -175,7 +175,7 @@ class Head:
 
     def dropped(self, x: Array, m0: int = 0, n0: int = 0) -> Array:
         """What dropout makes of P, or of dP, (M, N) from query row m0 and key n0 on: x / (1 − p), or 0."""
-        of = self._meaning
+        of = self._options
         if not of.dropout or of.seed is None:
             return x
         b, h, row, _ = of.part
@@ -185,8 +185,8 @@ class Head:
     def keys(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
         """[begin, end) of the keys that some row of the query tile [m0, m0 + BLOCK_M) may see by its place."""
         first, last = m0 + self.shift, min(m0 + BLOCK_M, self._Sq) - 1 + self.shift
-        begin = 0 if self._meaning.left is None else max(0, first - self._meaning.left)
-        end = self.Sk if self._meaning.right is None else max(0, min(self.Sk, last + self._meaning.right + 1))
+        begin = 0 if self._options.left is None else max(0, first - self._options.left)
+        end = self.Sk if self._options.right is None else max(0, min(self.Sk, last + self._options.right + 1))
         return (begin, end) if begin < end else (0, 0)
 
     def queries(self, n0: int, BLOCK_N: int) -> tuple[int, int]:
@@ -194,8 +194,8 @@ class Head:
         last = min(n0 + BLOCK_N, self.Sk) - 1
         if last < n0:
             return 0, 0
-        begin = 0 if self._meaning.right is None else max(0, n0 - self.shift - self._meaning.right)
-        end = self._Sq if self._meaning.left is None else min(self._Sq, last - self.shift + self._meaning.left + 1)
+        begin = 0 if self._options.right is None else max(0, n0 - self.shift - self._options.right)
+        end = self._Sq if self._options.left is None else min(self._Sq, last - self.shift + self._options.left + 1)
         return (begin, end) if begin < end else (0, 0)
 
     def dsink(self, LSE: Array, delta: Array) -> Array:

@@ -18,7 +18,7 @@ from ..core.problem import Problem
 from ..core.score import Score, TensorLike
 from ..launch.dlpack import numpy_dtype
 from ..launch.host import host_array
-from ..reference import Meaning, Part, Shape
+from ..reference import Part, ScoreOptions, Shape
 
 Array = NDArray[Any]
 
@@ -181,10 +181,10 @@ def part_options(
 
 def seen(p: Problem, inputs: Mapping[str, Array]) -> Array:
     """The mask of visible keys, (B, H, Sq, Sk)."""
-    meaning = Meaning(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, inputs))
+    score_options = ScoreOptions(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, inputs))
     Q, K, found = np.zeros((p.Sq, 1)), np.zeros((p.Sk, 1)), np.empty((p.B, p.H, p.Sq, p.Sk), np.bool_)
     for b, h in np.ndindex(p.B, p.H):
-        found[b, h] = meaning.head(b, h).scores(Q, K).seen
+        found[b, h] = score_options.head(b, h).scores(Q, K).seen
     return found
 
 
@@ -230,12 +230,12 @@ def visible_pairs(p: Problem, inputs: Mapping[str, Any]) -> int | None:
         return None
     tensors: dict[str, Any] = {name: host_array(inputs[name]) for name in ("mask", "key_lengths") if name in inputs}
     shape = Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv)
-    meaning = Meaning(shape, p.causal, p.scale, window=p.window, **tensors)
+    score_options = ScoreOptions(shape, p.causal, p.scale, window=p.window, **tensors)
     # Batch entries and heads with the same mask are counted once.
     B = 1 if p.mask[:1] in ((), (1,)) and not p.key_lengths else p.B
     H = p.H if p.mask[1:2] == (p.H,) else 1
     strips = ((b, h, m0) for b in range(B) for h in range(H) for m0 in range(0, p.Sq, _STRIP))
-    masks = (meaning.head(b, h).seen(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
+    masks = (score_options.head(b, h).seen(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
     return p.B // B * (p.H // H) * sum(int(np.count_nonzero(mask)) for mask in masks) if B and H else 0
 
 

@@ -235,7 +235,7 @@ def test_invalid_options_are_rejected(options: Any, message: str) -> None:
 def test_tile_ranges_are_exact(window, Sq: int, Sk: int) -> None:
     shape = reference.semantics.Shape(1, 1, 1, Sq, Sk, 1, 1)
     for causal, M, N in itertools.product((False, True, "top-left"), (1, 3), (1, 4)):
-        head = reference.score.Meaning(shape, causal, None, window=window).head(0, 0)
+        head = reference.score.ScoreOptions(shape, causal, None, window=window).head(0, 0)
         seen = head.seen(0, Sq, 0, Sk)
         for m0 in range(0, Sq, M):
             columns = np.flatnonzero(seen[m0 : m0 + M].any(0))
