@@ -47,8 +47,8 @@ def _scores(p: Problem, option_tensors: Mapping[str, Any]) -> list[Mod]:
         cap = p.softcap
         found.append(lambda x, b, h, i, j: cap * (x / cap).tanh())
     if p.alibi:
-        slopes, shift = option_tensors["slopes"].expand(p.B, p.H), p.diagonal
-        found.append(lambda x, b, h, i, j: x - slopes[b, h] * (i + shift - j).abs())
+        slopes, diagonal = option_tensors["slopes"].expand(p.B, p.H), p.diagonal
+        found.append(lambda x, b, h, i, j: x - slopes[b, h] * (i + diagonal - j).abs())
     if p.bias:
         bias = option_tensors["bias"].expand(p.B, p.H, p.Sq, p.Sk)
         found.append(lambda x, b, h, i, j: x + bias[b, h, i, j])
@@ -57,11 +57,11 @@ def _scores(p: Problem, option_tensors: Mapping[str, Any]) -> list[Mod]:
 
 def _masks(p: Problem, option_tensors: Mapping[str, Any]) -> list[Mod]:
     found: list[Mod] = []
-    (left, right), shift = p.bounds, p.diagonal
+    (left, right), diagonal = p.bounds, p.diagonal
     if left is not None:
-        found.append(lambda b, h, i, j: j >= i + shift - left)
+        found.append(lambda b, h, i, j: j >= i + diagonal - left)
     if right is not None:
-        found.append(lambda b, h, i, j: j <= i + shift + right)
+        found.append(lambda b, h, i, j: j <= i + diagonal + right)
     if p.mask:
         mask = option_tensors["mask"].expand(p.B, p.H, p.Sq, p.Sk)
         found.append(lambda b, h, i, j: mask[b, h, i, j])

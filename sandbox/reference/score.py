@@ -1,16 +1,17 @@
 """What a score is, once for the dense and the tiled references: each step of its making, which keys are seen, and the
 gradients of what it is made from.
 
-For query i and key j of batch entry b and head h, `shift` being Sk − Sq, or 0 with "top-left", and Sk the number of
+For query i and key j of batch entry b and head h, `diagonal` being Sk − Sq, or 0 with "top-left", and Sk the number of
 valid keys, each step if it is requested:
 
     x = scale · (q_i · k_j)                                 scale times the descale of q and of k
     x = softcap · tanh(x / softcap)
-    x = x − slope[b, h] · |i + shift − j|
+    x = x − slope[b, h] · |i + diagonal − j|
     x = x + bias[b, h, i, j]
     x = score(x, b, h, i, j)
-    seen  iff  j < Sk, causal, i + shift − left ≤ j ≤ i + shift + right, mask[b, h, i, j], and the score's own condition
-    P = softmax over the keys seen; sink[h] adds exp(sink[h]) to the sum and no value
+    visible = j < Sk and causal and i + diagonal − left ≤ j ≤ i + diagonal + right and mask[b, h, i, j] and the
+              score's own condition
+    P = exp(x) / (Σ_visible exp(x) + exp(sink[h]))          0 if not visible; exp(sink[h]) only with a sink
     P = P ∘ keep / (1 − p)
     O = P v times the descale of v
 """
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 class Options(TypedDict, total=False):
     """What a score may be beyond scale and causal; NumPy arrays of any float dtype."""
 
-    window: tuple[int | None, int | None] | None  # keys to the left, to the right of i + shift; None: no bound
+    window: tuple[int | None, int | None] | None  # keys to the left, to the right of i + diagonal; None: no bound
     softcap: float  # 0: none
     alibi: Array | None  # slopes, (H,) or (B, H)
     bias: Array | None  # broadcastable to (B, H, Sq, Sk)
@@ -120,14 +121,14 @@ class ScoreOptions:
 class Head:
     """Scores of one head: `Sk` keys that count, `sink` or −inf, and what follows from a dot product's place.
 
-    Rows count from the first of q; `shift` is what leads from there to the row's own place among the keys.
+    Rows count from the first of q; row + `diagonal` is the row's own place among the keys.
     """
 
     def __init__(self, score_options: ScoreOptions, b: int, h: int):
         shape = score_options.shape
         self._options, self._b, self._h, self._Sq = score_options, b, h, shape.Sq
         self.Sk = shape.Sk if score_options.lengths is None else int(np.clip(score_options.lengths[b], 0, shape.Sk))
-        self.shift = score_options.part.row + (self.Sk - score_options.part.Sq if score_options.aligned_right else 0)
+        self.diagonal = score_options.part.row + (self.Sk - score_options.part.Sq if score_options.aligned_right else 0)
         self.sink = -np.inf if score_options.sink is None else float(score_options.sink[h])
         of_q, of_k, of_v = score_options.descale
         self.scale = score_options.scale * float(of_q[b, h]) * float(of_k[b, shape.key_head(h)])
@@ -135,7 +136,7 @@ class Head:
 
     def seen(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
         """The part (rows, cols) of what is seen, without the user's own condition, at query row m0 and key n0."""
-        j, own = np.arange(n0, n0 + cols)[None, :], np.arange(m0, m0 + rows)[:, None] + self.shift
+        j, own = np.arange(n0, n0 + cols)[None, :], np.arange(m0, m0 + rows)[:, None] + self.diagonal
         seen = np.broadcast_to(j < self.Sk, (rows, cols))
         if (left := self._options.left) is not None:
             seen = seen & (own - left <= j)
@@ -159,7 +160,7 @@ class Head:
             x, steep = of.softcap * y, 1 - y * y
             size = steep * size + abs(x)
         if of.slopes is not None:
-            term = (of.slopes[self._b, self._h] * abs(i + self.shift - j)).astype(dtype)
+            term = (of.slopes[self._b, self._h] * abs(i + self.diagonal - j)).astype(dtype)
             x, size = x - term, size + abs(term)
         if of.bias is not None:
             term = of.bias[self._b, self._h, m0 : m0 + len(Q), n0 : n0 + len(K)].astype(dtype)
@@ -184,7 +185,7 @@ class Head:
 
     def keys(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
         """[begin, end) of the keys that some row of the query tile [m0, m0 + BLOCK_M) may see by its place."""
-        first, last = m0 + self.shift, min(m0 + BLOCK_M, self._Sq) - 1 + self.shift
+        first, last = m0 + self.diagonal, min(m0 + BLOCK_M, self._Sq) - 1 + self.diagonal
         begin = 0 if self._options.left is None else max(0, first - self._options.left)
         end = self.Sk if self._options.right is None else max(0, min(self.Sk, last + self._options.right + 1))
         return (begin, end) if begin < end else (0, 0)
@@ -194,8 +195,8 @@ class Head:
         last = min(n0 + BLOCK_N, self.Sk) - 1
         if last < n0:
             return 0, 0
-        begin = 0 if self._options.right is None else max(0, n0 - self.shift - self._options.right)
-        end = self._Sq if self._options.left is None else min(self._Sq, last - self.shift + self._options.left + 1)
+        begin = 0 if self._options.right is None else max(0, n0 - self.diagonal - self._options.right)
+        end = self._Sq if self._options.left is None else min(self._Sq, last - self.diagonal + self._options.left + 1)
         return (begin, end) if begin < end else (0, 0)
 
     def dsink(self, LSE: Array, delta: Array) -> Array:
