@@ -75,15 +75,21 @@ class Scores(NamedTuple):
 
 
 class ScoreOptions:
-    """What the scores of one attention call are. Raises ValueError naming an option that does not fit its shapes."""
+    """What the scores of one attention call are. Raises ValueError naming an option that does not fit its shapes,
+    TypeError naming an unknown one."""
 
     def __init__(
         self, shape: Shape, causal: Causal, scale: float | None, *, window: tuple[int | None, int | None] | None = None,
         softcap: float = 0.0, alibi: Array | None = None, bias: Array | None = None, mask: Array | None = None,
         sink: Array | None = None, key_lengths: Array | None = None, score: Expressions | None = None,
         dropout: float = 0.0, seed: int | None = None, descale: tuple[Array | float, ...] | None = None,
-        part: Part | None = None,
+        part: Part | None = None, **unknown: object,
     ):  # fmt: skip
+        if unknown:
+            raise TypeError(
+                f"sandbox.reference: unexpected keyword argument {next(iter(unknown))!r}: the options are causal, "
+                f"scale, {', '.join(Options.__annotations__)}"
+            )
         full = (shape.B, shape.H, shape.Sq, shape.Sk)
         self.shape, self.scale, self.softcap, self.user = shape, softmax_scale(scale, shape.D), float(softcap), score
         self.part = part or Part(0, 0, 0, shape.Sq)

@@ -245,6 +245,12 @@ def test_tile_ranges_are_exact(window, Sq: int, Sk: int) -> None:
             assert head.queries(n0, N) == ((rows[0], rows[-1] + 1) if rows.size else (0, 0))
 
 
+def test_an_unknown_option_is_named() -> None:
+    q = np.zeros((1, 1, 2, 4))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo': the options are causal, scale, window"):
+        reference.attention(q, q, q, foo=1)
+
+
 def test_a_window_beyond_64_bits_hides_nothing() -> None:
     q, k, v = (np.random.default_rng(0).standard_normal((1, 1, 5, 4)) for _ in range(3))
     for call in (reference.attention, lambda *x, **o: reference.flash2(*x, BLOCK_M=2, BLOCK_N=2, **o)):
