@@ -121,7 +121,7 @@ class Score:
 
     def __str__(self) -> str:
         shown = [self.score] if self.changes or not self.hides else []
-        return "; ".join([*shown, f"sees {self.mask}"] if self.hides else shown)
+        return "; ".join([*shown, f"mask {self.mask}"] if self.hides else shown)
 
     def evaluate(self, x: Any, b: int, h: int, i: Any, j: Any, Sq: int, Sk: int) -> tuple[Any, Any, Any]:
         """(new x, its derivative by x, which pairs are visible) of NumPy scores x (M, N), for queries i (M, 1) and keys

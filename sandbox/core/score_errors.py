@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .errors import CompileError
-from .score import Score
+from .score import FUNCTIONS, VARIABLES, Score
 from .snippet import HEADER, column_of
 
 # File names that the header of core/snippet.py sets. g++ and clang report a column, NVRTC shows a caret.
@@ -43,7 +43,14 @@ def explain(error: CompileError, score: Score) -> str:
     compiler = str(error).partition(" refused ")[0].split("/")[-1]
     file = f" (in {score.file})" if score.file else ""
     messages = "\n".join(f"{m.text}{_excerpt(m, score)}" for m in found)
-    return f"Score: {' '.join(str(score).split())}{file} does not compile: {messages}\n({compiler})"
+    hints = "\n".join(_allowed(name, score) for name in dict.fromkeys(m.name for m in found))
+    return f"Score: {' '.join(str(score).split())}{file} does not compile: {messages}\n{hints}\n({compiler})"
+
+
+def _allowed(name: str, score: Score) -> str:
+    """What an expression may use."""
+    names = [*VARIABLES[name == "mask" :], *score.tensors]  # a mask has no x
+    return f"{name} may use {', '.join(names)}, and call {', '.join(FUNCTIONS)}; where(condition, a, b) replaces ?:"
 
 
 def _excerpt(mistake: Mistake, score: Score) -> str:

@@ -504,7 +504,7 @@ def test_all_of_them_together() -> None:
     assert Problem.from_json(json.loads(json.dumps(p.as_json()))) == p
     assert str(p) == (
         "B2 H4/2 S7x9 D64/32 float16 causal window=5,none softcap=30 alibi=4 bias=1,4,7,9:float32 mask=2,1,1,9 sink "
-        "key_lengths score=(x - slope(h) * (i - j); sees j <= i)"
+        "key_lengths score=(x - slope(h) * (i - j); mask j <= i)"
     )
     options = {**FULL, "bias": "1,H,Sq,Sk", "mask": "B,1,1,S", "alibi": True}
     del options["Dv"]

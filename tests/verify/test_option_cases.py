@@ -280,6 +280,24 @@ def located(message: str, score: Score) -> list[tuple[str, str]]:
     return [(where, text[:caret]) for (_, where, text), caret in zip(found, carets, strict=True)]
 
 
+@pytest.mark.parametrize(
+    ("score", "hint"),
+    [
+        (Score(mask="x > 0"), "\nmask may use b, h, i, j, Sq, Sk, and call exp, "),
+        (
+            Score("sin(x) * t(j, 0)", tensors=TABLE),
+            "\nscore may use x, b, h, i, j, Sq, Sk, t, and call exp, log, ",
+        ),
+        (Score("x ? 1 : 2"), "; where(condition, a, b) replaces ?:\n"),
+    ],
+    ids=["mask", "function", "condition"],
+)
+def test_a_mistake_in_a_score_names_what_is_allowed(score: Score, hint: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        score.evaluate(X, 0, 0, I, J, 7, 5)
+    assert hint in str(caught.value)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
     """Not by lines of included headers. For the host compiler and NVRTC."""
