@@ -275,7 +275,7 @@ def no_derivative(name: str) -> str:
 
 _ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
     "scale": "multiply q by it and pass scale=1.0",
-    "alibi": "what it adds as bias=-slopes[:, None, None] * distance",
+    "alibi": "bias=-slopes[:, None, None] * abs(i + Sk - Sq - j) instead, which has a gradient",
     "score": "what it adds as bias=, such as bias=table[:, bucket]",
 }
 

@@ -25,12 +25,14 @@ from ..pages import reports
 from ..verify.suite import suite_of
 from .group import cli
 from .options import (
+    SCORE_NAMES,
     OutputPath,
     Scored,
     Seconds,
     causal_option,
     chosen_kernels,
     dtype_option,
+    given_without,
     html_option,
     json_option,
     kernels_argument,
@@ -44,7 +46,12 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 @cli.command("bench")
 @kernels_argument
 @click.option(
-    "--grid", type=click.Choice(list(benchmark.GRIDS)), help="Named set of problems. Default without --shape: gpt2."
+    "--grid",
+    type=click.Choice(list(benchmark.GRIDS)),
+    help="Set of problems. paper: FlashAttention's benchmark (16k tokens, hidden size 2048, S 512 … 16k); gpt2: GPT-2 "
+    "small in training; tutorial: Triton's; scores, dropout: with and without options; ragged: sequences of different "
+    "lengths; decode: one query or a few; real: layers of published models; latent: latent attention; serving: batches "
+    "of an inference server. Default without --shape: gpt2.",
 )
 @click.option(
     "--sample",
@@ -69,8 +76,9 @@ from .output import exit_status, followed, print_json, save_page, say, screen
     "names",
     default=",".join(peers.DEFAULT),
     show_default=True,
-    help="Other implementations to time (peers). Also: flex, triton, varlen, flash-mla, a Python file, none. Of "
-    "another operation than attention: those of its spec.",
+    help="Other implementations to time (peers). eager: unfused PyTorch operations. Also: flex, triton, varlen, "
+    "flash-mla, none, or a Python file that defines peers, such as sandbox/bench/flash_attention_peers.py "
+    "(FlashAttention-2, -3 and -4). Of a custom operation: those of its spec.",
 )
 @click.option("--backward", is_flag=True, help="Time the backward; that of peers through autograd.")
 @click.option("--against", help="Peer for the ratio column. Default: the first one with a time.")
@@ -105,11 +113,13 @@ def bench_(
 ) -> None:  # fmt: skip
     """Time kernels and other implementations (peers).
 
-    Prints TFLOP/s, percent of the measured peak, and the ratio to a peer. A kernel with a wrong result is not timed.
-    Needs a GPU and PyTorch. --causal needs --shape; a grid has its own masks.
+    Prints TFLOP/s, percent of a matrix product timed in the same run, and the ratio to a peer. A kernel with a wrong
+    result is not timed. Needs a GPU and PyTorch. --causal and the score options need --shape: a grid has its own.
     """
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file with the earlier rows")
+    if not shapes:
+        given_without("--shape", "causal", *SCORE_NAMES)
     computes = "backward" if backward else "forward"
     shown = read_rows(show) if show else []
     rows, stopped = [row for row in shown if row["computes"] == computes or "operation" in row], None

@@ -52,7 +52,8 @@ def list_(
 ) -> None:
     """List the kernels; with --shape, the kernel that is chosen for the problem.
 
-    Columns: kernel, rung, dtypes, head dimensions, architecture, idea. All other options except --json need --shape.
+    Columns: kernel, rung, dtypes, head dimensions (of a custom operation its dims), architecture, idea. All other
+    options except --json need --shape.
     """
     shape = shape or problem
     if shape is None:
@@ -99,14 +100,14 @@ _SIZES_WIDTH = 12  # wider lists of an operation's sizes would fold the last col
 
 def _ladder_table(kernels: Iterable[Kernel]) -> Table:
     """The table of `list`."""
-    shown = table("kernel", "rung", "dtypes", "D", "arch", "idea")
+    shown = table("kernel", "rung", "dtypes", "D or dims", "arch", "idea")
     for k in kernels:
         arch = f"sm_{k.min_arch[0]}{k.min_arch[1]}" + (k.arch_suffix or "+")  # sm_90a runs on that architecture only
         rung, sizes = (str(k.rung), f"<= {k.max_D}") if k.rung else ("", "")
         idea = k.summary or (k.operation.name if k.operation.name != k.name else "")
         if isinstance(k.computes, Operation):
             sizes = ",".join(k.computes.dims)
-            sizes = sizes if len(sizes) <= _SIZES_WIDTH else f"{len(k.computes.dims)} sizes"
+            sizes = sizes if len(sizes) <= _SIZES_WIDTH else f"{len(k.computes.dims)} dims"
         shown.add_row(k.name, rung, " ".join(k.dtypes), sizes, arch, idea)
     return shown
 

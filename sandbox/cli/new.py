@@ -23,7 +23,7 @@ def new_() -> None:
 def new_experiment(name: str, as_json: bool) -> None:
     """Create experiments/NNN_NAME.
 
-    It has a README and a script that measures, which runs unchanged.
+    It has a README.md and run.py, an example measurement that runs unchanged.
     """
     _say(new.experiment(name), as_json)
 
@@ -36,8 +36,8 @@ def new_experiment(name: str, as_json: bool) -> None:
 def new_kernel(name: str, source: str, as_json: bool) -> None:
     """Create NAME.cu and NAME.py.
 
-    They are copies of another kernel, which run unchanged, in the folder that SANDBOX_KERNELS names; without it in
-    kernels_cu. All commands find them.
+    Copies another kernel or a template to the first folder of SANDBOX_KERNELS, or to kernels_cu if it is not set. The
+    copy runs unchanged, and all commands find it.
     """
     _say(new.kernel(name, source), as_json)
 

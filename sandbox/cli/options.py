@@ -127,8 +127,8 @@ dtype_option = click.option(
 def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
     """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`."""
     name = "shapes" if more.get("multiple") else "shape"
-    form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped heads: B,H/Hk,…; v with another head dimension: …,D/Dv."
-    form += " Of another operation than attention: its dims, such as M,N."
+    form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv."
+    form += " For a custom operation: its dims, such as M,N."
     return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 
@@ -162,7 +162,9 @@ def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str |
         raise click.UsageError(f"--shape has another meaning for {' and '.join(sorted(names))}: name kernels of one")
     options = [f"--{name}" for name, value in (("causal", causal), *scored.items()) if value]
     if options:
-        raise click.UsageError(f"{options[0]} is an option of attention: {custom[0].name} computes {names.pop()}")
+        raise click.UsageError(
+            f"{options[0]} is an option of attention, and {custom[0].name} computes a custom operation: omit it"
+        )
     return suite_of(custom[0]).problem(custom[0], shape, dtype if _on_command_line("dtype") else "")
 
 

@@ -41,7 +41,9 @@ from .output import exit_status, print_json, save_page, say, screen
 @tile_option
 @backend_option
 @click.option("--blocks", metavar="N,N…", help="Blocks of the grid to show, at most four. Default: four.")
-@click.option("--between", metavar="A,B", help="First and last tick to plot. Default: where steps are distinguishable.")
+@click.option(
+    "--between", metavar="A,B", help="First and last tick to plot. Default: from 0 until a warp has 160 steps."
+)
 @click.option("--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot to PREFIX.png and PREFIX.svg.")
 @click.option("--trace", "trace_file", type=OutputPath(dir_okay=False), metavar="FILE",
               help="Write a trace for ui.perfetto.dev and chrome://tracing.")  # fmt: skip

@@ -54,7 +54,7 @@ def _read() -> _Found:
         else:
             found.update(sourced)
     for wrong in broken.values():
-        log.logger.warning("sandbox: a kernel is left out: %s", " ".join(wrong.split()))
+        log.logger.warning("sandbox: a spec is skipped: %s", " ".join(wrong.split()))
     kinds = list(COMPUTATIONS)
 
     def order(kernel: Kernel) -> tuple[int, str, int, str]:
@@ -152,8 +152,8 @@ def entry_owner(name: str) -> Kernel:
             raise SpecError(broken[name])
         near = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        left_out = "".join(f"; left out: {error}" for error in broken.values())
-        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(known)}{left_out}")
+        skipped = "".join(f"; skipped: {error}" for error in broken.values())
+        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(known)}{skipped}")
     return owners[name]
 
 

@@ -33,7 +33,8 @@ def _libcuda() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise GpuUnavailable(
-            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it; the CPU backend needs none)"
+            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it, or use the CPU backend: backend='cpu', "
+            "--backend cpu)"
         ) from error
     status = library.cuInit(0)
     if status == _NO_DEVICE:

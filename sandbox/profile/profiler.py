@@ -203,7 +203,10 @@ def _read_subject(prefix: Path) -> tuple[Subject, ncu.Counters]:
     try:
         texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
     except OSError as error:
-        raise UnsupportedProblem(f"{prefix} is not a profile of ncu: {error.filename} cannot be read") from None
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise UnsupportedProblem(
+            f"no stored profile has the prefix {prefix}: {error.filename} {reason} (profile --out PREFIX writes one)"
+        ) from None
     try:
         subject = Subject.loads(texts[0])
     except (KeyError, TypeError):

@@ -160,7 +160,8 @@ def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:
         return sorted({i * count // MOST_BLOCKS for i in range(MOST_BLOCKS)}) if count else []
     for number in wanted:
         if not 0 <= number < count:
-            raise UnsupportedProblem(f"block {number} does not exist: the grid has blocks 0 to {count - 1}")
+            has = f"{count} blocks, numbers 0 to {count - 1}" if count > 1 else "1 block, number 0"
+            raise UnsupportedProblem(f"block {number} does not exist: the grid has {has}")
     if len({*wanted}) > MOST_BLOCKS:
         raise UnsupportedProblem(f"{len({*wanted})} blocks cannot be recorded at once: at most {MOST_BLOCKS}")
     return sorted({*wanted})

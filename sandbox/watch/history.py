@@ -111,7 +111,11 @@ class History:
         for version in versions:
             if version.number == number:
                 return version
-        there = f"there are 1 to {versions[-1].number}" if versions else "there are none yet"
+        there = (
+            f"there are 1 to {versions[-1].number}"
+            if versions
+            else "none are stored yet (watch stores one at every save)"
+        )
         raise HistoryError(f"{self.kernel.name} has no version {number}: {there}")
 
     def append(

@@ -448,6 +448,8 @@ def test_help(command: tuple[str, ...]) -> None:
             "--causal middle is not supported: choose bottom-right or top-left, or name a kernel: kernel 'middle'",
         ),
         (("list", "--causal", "middle"), "--causal middle is not supported: choose bottom-right or top-left\n"),
+        (("bench", "--causal"), "--causal needs --shape"),
+        (("bench", "--grid", "gpt2", "--softcap", "3"), "--softcap needs --shape"),
         (("walk",), "No such command 'walk'"),
     ],
 )

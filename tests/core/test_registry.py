@@ -154,7 +154,7 @@ def test_a_wrong_spec_is_named(folder: Path, spec: str, message: str, caplog: py
     for _ in range(2):
         with pytest.raises(SpecError, match=message):
             registry.get("fwd_x")
-    with pytest.raises(UnknownKernel, match=rf"the kernels are fwd_minimal; left out: {message}"):
+    with pytest.raises(UnknownKernel, match=rf"the kernels are fwd_minimal; skipped: {message}"):
         registry.get("of another name in that file")
 
 
@@ -190,7 +190,7 @@ def test_a_broken_spec_stops_no_command(project_copy: Path) -> None:
     done = in_project(project_copy, "sandbox", "list", "--json")
     assert {row["name"] for row in json.loads(done.stdout)} == set(registry.kernels())
     (line,) = done.stderr.splitlines()
-    assert line.startswith("sandbox: a kernel is left out: kernels_cu/broken.py, line 1: SyntaxError: ")
+    assert line.startswith("sandbox: a spec is skipped: kernels_cu/broken.py, line 1: SyntaxError: ")
     done = in_project(project_copy, "sandbox", "run", "broken")
     assert done.returncode == 2
     assert "kernels_cu/broken.py, line 1: SyntaxError" in done.stderr

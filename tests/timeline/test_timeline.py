@@ -39,6 +39,13 @@ def mma() -> record.Timeline:
     return recorded(registry.get("fwd_mma"))
 
 
+def test_a_block_beyond_the_grid() -> None:
+    with pytest.raises(UnsupportedProblem, match="block 99 does not exist: the grid has 1 block, number 0"):
+        record._blocks(1, [99])
+    with pytest.raises(UnsupportedProblem, match="block 2 does not exist: the grid has 2 blocks, numbers 0 to 1"):
+        record._blocks(2, [2])
+
+
 def test_marks_compile_to_nothing_by_default(tmp_path: Path) -> None:
     """The cubin is bitwise equal to that of a copy without marks. One randomly chosen kernel."""
     supported = {

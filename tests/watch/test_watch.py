@@ -264,8 +264,8 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--show", "3"), "mine has no version 3: there are none yet"),
-        (("--restore", "1"), "mine has no version 1: there are none yet"),
+        (("--show", "3"), "mine has no version 3: none are stored yet (watch stores one"),
+        (("--restore", "1"), "mine has no version 1: none are stored yet (watch stores one"),
         (("7",), "unexpected argument 7: only --diff takes a second version, as in --diff N M"),
         (("--shape", "1,2"), "shape '1,2' must be B,H,S,D"),
     ],
