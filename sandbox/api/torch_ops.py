@@ -56,7 +56,7 @@ def backward(arrays: Results, options: Options, dlse: Tensor | None = None, grad
     if not options.scored:
         return call_operator(_backward, _Backward, *arrays, *last, dlse)
     spread = spread_options(options, arrays[6:])
-    found = _scored_gradients(*arrays[:6], dlse, *spread, *last, " ".join(gradients))
+    found = _call_scored_backward(*arrays[:6], dlse, *spread, *last, " ".join(gradients))
     return (*found[:3], *(found[i] for i, name in ((3, "dbias"), (4, "dsink")) if name in gradients))
 
 
@@ -241,13 +241,13 @@ _scored_backward.register_vmap(_no_vmap)
 # ---- their gradients
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)  # the gradient of lse is None if lse is not used
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward_formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
     options = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), dlse
     found = call_operator(_backward, _Backward, or_zeros(dout, out), q, k, v, out, lse, *options)
@@ -279,24 +279,24 @@ def refuse_forward_mode(ctx: Any, *tangents: Tensor) -> None:
     )
 
 
-_forward.register_autograd(_gradients, setup_context=_remember)
+_forward.register_autograd(_backward_formula, setup_context=_setup_context)
 _backward.register_autograd(refuse)
 
 
-def function_of(operator: Any, remember: Any, gradients: Any) -> type[torch.autograd.Function]:
+def function_of(operator: Any, setup: Any, formula: Any) -> type[torch.autograd.Function]:
     """An autograd.Function of the operator, for torch.func and forward-mode differentiation."""
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
         forward = staticmethod(operator)
-        setup_context = staticmethod(remember)
-        backward = staticmethod(gradients)
+        setup_context = staticmethod(setup)
+        backward = staticmethod(formula)
         jvp = staticmethod(refuse_forward_mode)
 
     return Function
 
 
-_Forward = function_of(_forward, _remember, _gradients)
+_Forward = function_of(_forward, _setup_context, _backward_formula)
 _Backward = function_of(_backward, lambda ctx, inputs, output: None, refuse)
 
 
@@ -328,13 +328,13 @@ def call_operator(operator: Any, function: Any, *inputs: Any) -> Results:
 # ---- the gradients of the scored operators
 
 
-def _remember_scored(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _setup_scored_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     *arrays, tensors, ctx.text, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
     ctx.save_for_backward(*arrays, *output, *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _scored_gradients(dout: Tensor, *inputs: Any) -> Results:
+def _call_scored_backward(dout: Tensor, *inputs: Any) -> Results:
     """The results of the backward operator. Raises UnsupportedProblem for batched gradients: PyTorch has no fallback
     for an operator with a list of tensors."""
     dlse = inputs[5]
@@ -346,26 +346,26 @@ def _scored_gradients(dout: Tensor, *inputs: Any) -> Results:
     return call_operator(_scored_backward, _ScoredBackward, dout, *inputs)
 
 
-def _gradients_scored(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _scored_backward_formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, bias, sink, out, lse, *tensors = ctx.saved_tensors
     needed = ctx.needs_input_grad
     wanted = " ".join(name for name, need in (("dbias", needed[3]), ("dsink", needed[4])) if need)
     last = ctx.causal, ctx.scale, None, "", ctx.backend, torch.are_deterministic_algorithms_enabled(), wanted
     inputs = or_zeros(dout, out), q, k, v, out, lse, dlse, bias, sink, tensors, ctx.text, *last
-    of = zip(_scored_gradients(*inputs), needed, strict=False)
+    of = zip(_call_scored_backward(*inputs), needed, strict=False)
     return *(gradient if need else None for gradient, need in of), *(None,) * 7
 
 
-def _gradients_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    """`_gradients_scored` for the operator, whose argument `tensors` is a list: its gradient must be a list, too."""
-    found = list(_gradients_scored(ctx, *gradients))
+def _scored_backward_formula_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    """`_scored_backward_formula` for the operator, whose argument `tensors` is a list: its gradient must be a list, too."""
+    found = list(_scored_backward_formula(ctx, *gradients))
     found[5] = [None] * (len(ctx.saved_tensors) - 7)
     return tuple(found)
 
 
-_ScoredForward = function_of(_scored_forward, _remember_scored, _gradients_scored)
+_ScoredForward = function_of(_scored_forward, _setup_scored_context, _scored_backward_formula)
 _ScoredBackward = function_of(_scored_backward, lambda ctx, inputs, output: None, refuse)
 
 
-_scored_forward.register_autograd(_gradients_of_lists, setup_context=_remember_scored)
+_scored_forward.register_autograd(_scored_backward_formula_of_lists, setup_context=_setup_scored_context)
 _scored_backward.register_autograd(refuse)
