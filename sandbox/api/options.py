@@ -57,10 +57,10 @@ FORWARD, BACKWARD, PAGED = (
     frozenset((*keywords.__annotations__, "causal", "scale"))
     for keywords in (ForwardKeywords, BackwardKeywords, PagedKeywords)
 )
-_LAUNCH = frozenset(("kernel", "tile", "backend"))  # stored in `Options` as they are passed
-_CHECKS = {option.name: option.check for option in OPTIONS if option.check}
-VALUES = tuple(_CHECKS)  # options that are not arrays; each is a field of `Problem`
-_PADDED = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # up to max_seqlen, in a ragged batch
+_PASSED_THROUGH = frozenset(("kernel", "tile", "backend"))  # stored in `Options` as they are passed
+_VALIDATORS = {option.name: option.check for option in OPTIONS if option.check}
+FIELD_OPTIONS = tuple(_VALIDATORS)  # options that are not arrays; each is a field of `Problem`
+_BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # their sizes are max_seqlen's
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays; with pages the first alone
@@ -71,7 +71,7 @@ class Options(NamedTuple):
     """What a call computes and how, without its arrays. Hashable: part of the key of a plan.
 
     Construct and copy it by keyword only (`Options(causal=True)`, `replace(options, …)`), read it by field. The fields
-    that `launch_options` sets come first.
+    that `basic_options` sets come first.
     """
 
     causal: Any = False
@@ -91,15 +91,15 @@ class Options(NamedTuple):
     gradients: tuple[str, ...] = ()  # results of a backward in addition to dq, dk, dv: "dbias", "dsink"
 
     @property
-    def scored(self) -> bool:
-        """Whether an option is set other than causal, scale, kernel, tile, backend and deterministic."""
-        return self[6:] != _NOT_LAUNCH
+    def has_more(self) -> bool:
+        """Whether an option is set that `basic_options` does not set, also descale, max_seqlen or `gradients`."""
+        return self[6:] != _DEFAULT_REST
 
 
 DEFAULT = Options()
 _CAUSAL = Options(causal=True)  # the options of many calls
 _AFTER_SCALE = DEFAULT[2:]
-_NOT_LAUNCH = DEFAULT[6:]
+_DEFAULT_REST = DEFAULT[6:]
 _DEFAULTS: dict[str, Any] = DEFAULT._asdict()
 _NUMBERS = frozenset(name for name, value in _DEFAULTS.items() if type(value) is float)
 _new = tuple.__new__
@@ -120,12 +120,12 @@ def plain_options(causal: Any, scale: Any) -> Options:
     return _new(Options, (causal, scale) + _AFTER_SCALE)  # noqa: RUF005  # faster
 
 
-def launch_options(
+def basic_options(
     causal: Any = False, scale: Any = None, kernel: Any = None, tile: Any = None, backend: Any = None,
     deterministic: bool = False,
 ) -> Options:  # fmt: skip
     """`Options` of these fields alone, in half the time of its constructor: every call makes one."""
-    return _new(Options, (causal, scale, kernel, tile, backend, deterministic) + _NOT_LAUNCH)  # noqa: RUF005  # faster
+    return _new(Options, (causal, scale, kernel, tile, backend, deterministic) + _DEFAULT_REST)  # noqa: RUF005  # faster
 
 
 def backward_options(options: Options, deterministic: bool) -> Options:
@@ -144,8 +144,8 @@ def collect(
     A seed that is not an array becomes an array of q's library, on q's device; a seed of None is drawn there. Raises
     TypeError for a keyword argument that `function` does not have.
     """
-    if _LAUNCH.issuperset(keywords):
-        return launch_options(causal, scale, **keywords), ()
+    if _PASSED_THROUGH.issuperset(keywords):
+        return basic_options(causal, scale, **keywords), ()
     fields = _DEFAULTS | {"causal": causal, "scale": scale}
     arrays: dict[str, Any] = {}
     for name, value in keywords.items():
@@ -157,9 +157,9 @@ def collect(
             arrays[name] = value
         elif name in _NUMBERS and type(value) is float:
             fields[name] = value  # checked as a field of Problem
-        elif name in _CHECKS:
+        elif name in _VALIDATORS:
             fields[name] = _value(name, value)
-        elif name in _LAUNCH:
+        elif name in _PASSED_THROUGH:
             fields[name] = value
         elif name == "out_dtype":
             fields[name] = _out_dtype(value)
@@ -224,7 +224,7 @@ def constant(name: str, value: Any) -> float:
 def _value(name: str, value: Any) -> Any:
     if hasattr(value, "requires_grad") and library_of(value).differentiates(value):
         raise UnsupportedProblem(no_derivative(name))
-    return _CHECKS[name](name, value)
+    return _VALIDATORS[name](name, value)
 
 
 def _out_dtype(dtype: Any) -> str:
@@ -297,7 +297,7 @@ def ragged(
     is kept only with a bias or a mask, whose last two dimensions it gives: otherwise calls that differ only in
     `max_seqlen` would need different plans. Raises SpecError for a number that is not an integer >= 0."""
     kept: tuple[int | None, int | None] = None, None
-    if not _PADDED.isdisjoint(options.arrays):
+    if not _BIAS_AND_MASK.isdisjoint(options.arrays):
         queries, keys = (
             n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", max_seqlen, strict=True)
         )

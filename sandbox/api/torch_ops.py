@@ -29,7 +29,7 @@ from ..core.normalise import normalise_causal
 from ..launch.dlpack import dense_strides, library_of
 from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import run_backward, run_forward, scale_number
-from .options import DIFFERENTIABLE, VALUES, Options, for_backward, replace
+from .options import DIFFERENTIABLE, FIELD_OPTIONS, Options, for_backward, replace
 from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile
 
 Results = tuple[Tensor, ...]
@@ -39,7 +39,7 @@ OperatorArguments = tuple[str, float | None, str | None, str, str | None]
 
 def forward(arrays: Results, options: Options) -> Results:
     """(out, lse) by the operators, of q, k, v and the arrays that `options.arrays` names."""
-    if not options.scored:
+    if not options.has_more:
         return call_operator(_forward, _Forward, *arrays, *_operator_arguments(options, options.scale))
     q, k, v, *more = arrays
     spread = spread_options(options, more)
@@ -53,7 +53,7 @@ def backward(arrays: Results, options: Options, dlse: Tensor | None = None, grad
     lse and the arrays that `options.arrays` names."""
     scale = options.scale if options.scale is None else scale_number(options.scale)
     last = *_operator_arguments(options, scale), options.deterministic
-    if not options.scored:
+    if not options.has_more:
         return call_operator(_backward, _Backward, *arrays, *last, dlse)
     spread = spread_options(options, arrays[6:])
     found = _call_scored_backward(*arrays[:6], dlse, *spread, *last, " ".join(gradients))
@@ -122,7 +122,7 @@ def spread_options(options: Options, arrays: Sequence[Tensor]) -> tuple[Any, ...
     return *(named.get(name) for name in DIFFERENTIABLE), [named[name] for name in others], text
 
 
-_AS_TEXT = (*(name for name in VALUES if name != "score"), "max_seqlen")
+_AS_TEXT = (*(name for name in FIELD_OPTIONS if name != "score"), "max_seqlen")
 
 
 # ---- the operators and their vmap rules
@@ -357,7 +357,8 @@ def _scored_backward_formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None)
 
 
 def _scored_backward_formula_of_lists(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    """`_scored_backward_formula` for the operator, whose argument `tensors` is a list: its gradient must be a list, too."""
+    """`_scored_backward_formula` for the operator: its argument `tensors` is a list, so its gradient must be one,
+    too."""
     found = list(_scored_backward_formula(ctx, *gradients))
     found[5] = [None] * (len(ctx.saved_tensors) - 7)
     return tuple(found)

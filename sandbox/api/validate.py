@@ -14,7 +14,7 @@ from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import DTYPE_NAMES, boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
-from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, VALUES, Options
+from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPTIONS, Options
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
@@ -46,7 +46,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
             raise UnsupportedProblem(f"{name} has shape {shape}: its last dimension must be at least 1")
     if H % Hk if Hk else H:
         raise UnsupportedProblem(f"q has H={H} heads and {k_name} has Hk={Hk}: H must be a multiple of Hk")
-    fields: dict[str, Any] = {name: getattr(options, name) for name in VALUES}
+    fields: dict[str, Any] = {name: getattr(options, name) for name in FIELD_OPTIONS}
     if options.max_seqlen:
         fields["ragged"] = Sq, Sk
         B, Sq, Sk = _batch(views, options.max_seqlen)

@@ -16,7 +16,7 @@ from project import ROOT, check_stored
 
 import sandbox
 from sandbox.api import options, plan
-from sandbox.api.options import DEFAULT, Options, collect, launch_options, plain_options, replace
+from sandbox.api.options import DEFAULT, Options, basic_options, collect, plain_options, replace
 from sandbox.core.options import ARRAYS, OPTIONS, Array, score_structure
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
@@ -50,19 +50,19 @@ def test_defaults_do_not_change_the_options() -> None:
     absent = {**dict.fromkeys(options.FORWARD - {"causal", "scale"}), "softcap": 0.0, "dropout": 0.0}
     assert collect("attention", Q, False, None, absent) == (DEFAULT, ())
     assert collect("attention", Q, False, None, {}) == (DEFAULT, ())
-    assert not collect("attention", Q, True, None, {"dropout": 0.0, "seed": 3})[0].scored
+    assert not collect("attention", Q, True, None, {"dropout": 0.0, "seed": 3})[0].has_more
 
 
-def test_launch_options_are_the_constructor() -> None:
+def test_basic_options_are_the_constructor() -> None:
     given = {"causal": True, "scale": 0.5, "kernel": "k", "tile": "t", "backend": "cpu", "deterministic": True}
-    assert launch_options(**given) == Options(**given)
+    assert basic_options(**given) == Options(**given)
     for causal, scale in ((False, None), (True, None), (True, 0.5), ("top-left", None)):
         assert plain_options(causal, scale) == Options(causal=causal, scale=scale)
     assert options.backward_options(Options(**given, softcap=2.0), False) == Options(
         causal=True, scale=0.5, backend="cpu", softcap=2.0
     )
     assert replace(Options(softcap=2.0), causal=True) == Options(causal=True, softcap=2.0)
-    assert hash(launch_options(causal=True)) == hash(Options(causal=True))
+    assert hash(basic_options(causal=True)) == hash(Options(causal=True))
 
 
 def test_the_order_of_keyword_arguments_does_not_matter() -> None:
@@ -84,8 +84,8 @@ def test_options_are_passed_by_keyword() -> None:
 def test_the_table_of_options_and_the_keyword_arguments_agree() -> None:
     arrays = {option.name for option in OPTIONS if option.array}
     assert arrays == {*options.ARRAYS}
-    assert {*options.VALUES} | arrays <= options.FORWARD
-    assert {*options.VALUES} <= {*Options._fields}
+    assert {*options.FIELD_OPTIONS} | arrays <= options.FORWARD
+    assert {*options.FIELD_OPTIONS} <= {*Options._fields}
     assert {*options.DIFFERENTIABLE} <= arrays
     fields = {field.name for field in dataclasses.fields(sandbox.Problem)} | {"seed", "block_map"}
     assert {option.name for option in OPTIONS} <= fields
