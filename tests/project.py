@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import io
 import os
 import random
@@ -150,6 +151,13 @@ def check_stored(name: str, lines: Iterable[str]) -> None:
     before = path.read_text().splitlines() if path.is_file() else []
     changed = [*difflib.unified_diff(before, text.splitlines(), "stored", "now", n=0, lineterm="")]
     assert not changed, "\n".join([*changed[:40], "SANDBOX_STORE=1 pytest … stores the new text"])
+
+
+def digest(lines: Iterable[str]) -> str:
+    """For a text of which only some lines are stored: a line that differs if any of its lines does."""
+    every = [*lines]
+    text = "\n".join(every)
+    return f"{len(every)} in all: {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def printed(width: int, *renderables: Any) -> list[str]:

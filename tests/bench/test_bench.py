@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from project import ROOT, check_stored, drawn, has_stored_options, printed
+from project import ROOT, check_stored, digest, drawn, has_stored_options, printed
 
 from sandbox import attention_forward, attention_paged, attention_varlen, cli
 from sandbox.bench import benchmark, decode, documents, environment, peers, plot, rows, sampled_shapes, serving
@@ -772,10 +772,11 @@ def test_stored_tables_and_plots() -> None:
 def test_stored_grids() -> None:
     """Every problem of each grid, and of samples."""
     lines = []
-    for name, grid in benchmark.GRIDS.items():
-        lines += [f"{name} {problem}" for problem in grid("float16") if has_stored_options(problem)]
-    for name in sampled_shapes.SAMPLED:
-        lines += [f"sampled {name} {problem}"[:400] for problem in sampled_shapes.sampled(name, 24, 7, "bfloat16")]
+    found = {name: [*filter(has_stored_options, grid("float16"))] for name, grid in benchmark.GRIDS.items()}
+    found |= {f"sampled {name}": sampled_shapes.sampled(name, 24, 7, "bfloat16") for name in sampled_shapes.SAMPLED}
+    for name, problems in found.items():
+        texts = [*map(str, problems)]
+        lines += [f"{name} {text}"[:400] for text in (*texts[:1], *texts[-1:], digest(texts))]
     check_stored("bench/grids.txt", lines)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
-from project import INTERRUPTIBLE, STORED_OPTIONS, check_stored, in_project, new_kernel, printed
+from project import INTERRUPTIBLE, STORED_OPTIONS, check_stored, digest, in_project, new_kernel, printed
 from rich.console import Console
 
 from sandbox.cli import cli, output
@@ -96,16 +96,16 @@ def test_stored_options() -> None:
     assert cli.list_commands(click.Context(cli))  # imports all
     lines = []
     for name, command in sorted(commands(cli)):
-        for p in command.params:
-            if p.name in new:
-                continue
+        found, params = [], [p for p in command.params if p.name not in new]
+        for p in params:
             kind = {name: value for name, value in p.type.to_info_dict().items() if value not in (None, False)}
             default = "none" if p.default is None or "UNSET" in repr(p.default) else repr(p.default)
             flag = getattr(p, "flag_value", None) if getattr(p, "is_flag", False) else ""
-            lines.append(
-                f"{name} {' '.join([*p.opts, *p.secondary_opts])}: {kind} default {default} {flag} "
+            found.append(
+                f"{' '.join([*p.opts, *p.secondary_opts])}: {kind} default {default} {flag} "
                 f"{p.required} {getattr(p, 'multiple', '')} {p.nargs}"
             )
+        lines += [f"{name} {' '.join(p.opts[0] for p in params)}", *found[:1], digest(found)]
     check_stored("cli/options.txt", lines)
 
 

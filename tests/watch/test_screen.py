@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from project import check_stored
+from project import check_stored, digest
 from rich.console import Console
 from rich.text import Text
 
@@ -87,7 +87,11 @@ def test_stored_screens() -> None:
     lines = []
     for name, found in {"GOOD": GOOD, **FAULTS}.items():
         for previous, best in ((None, None), (old[0], old[1]), (old[1], old[1])):
-            lines += [f"---- {name}", *screen(found, 80, previous, best).splitlines()]
+            its = [
+                line.replace(str(registry.FOLDER.parent), "…")
+                for line in screen(found, 80, previous, best).splitlines()
+            ]
+            lines += [f"---- {name}", *(its if name == "GOOD" or not best else [digest(its)])]
     now = Iteration(0, "k", dataclasses.replace(GOOD, pending="sanitizers run"), {}, 0.5, None, None, elapsed=0.75)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(watch_report.screen(now), *watch_report.history_lines([*old, failed(5)]), sep="\n")
