@@ -180,8 +180,8 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
     const BwdParams& params = block.params;
     const SmemAddr base = block.base;
     const auto load_K = [&] {
-        load_key_tile(base + K_AT, params.K_map, params.K, block.head0, block.b, block.kv_head(), block.m_blocks.n0(),
-                      FullK::at(base, 0));
+        load_key_tile<SmemLayoutK>(base + K_AT, params.K_map, params.K, block.head0, block.b, block.kv_head(),
+                                   block.m_blocks.n0(), FullK::at(base, 0));
     };
     const auto load_V = [&] {
         load_key_tile<SmemLayoutV>(base + V_AT, params.V_map, params.V, block.head0, block.b, block.kv_head(),
@@ -194,8 +194,8 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
         TIMELINE(wait_empty);
         QPipeline::acquire(base, i);
         TIMELINE(load);
-        load_query_tile(base + Q_AT + stage * SmemLayoutQ::BYTES, params.Q_tile_map, params.Q, block.head0, block.b,
-                        block.first_head() + head, m0, QPipeline::full(base, stage), BIAS_BYTES);
+        load_query_tile<SmemLayoutQ>(base + Q_AT + stage * SmemLayoutQ::BYTES, params.Q_tile_map, params.Q, block.head0,
+                                     block.b, block.first_head() + head, m0, QPipeline::full(base, stage), BIAS_BYTES);
 #if BIAS
         SmemLayoutPdS::load_part(base + BIAS_AT + stage * BIAS_BYTES, bias_map, block.m_blocks.n0(), m0,
                                  params.score.bias.stride_h ? block.first_head() + head : 0,

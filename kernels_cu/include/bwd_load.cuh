@@ -1,23 +1,7 @@
-// The loads of the wgmma backward kernels: tiles of Q, dO, K and V by TMA, LSE and delta by one warp.
+// The loads of the wgmma backward kernels: tiles of Q, dO, K and V (load_tile.cuh), LSE and delta by one warp.
 #pragma once
 #include "bwd_tiles.cuh"
-
-// load_query_tile loads Q or dO of query head h, from row m0 on; load_key_tile loads K or V, from row n0 on. A
-// dimension with stride 0 (broadcast) has size 1 in the tensor map: its coordinate is 0. `extra_tx_bytes`: bytes that
-// further loads write with the same mbarrier.
-template <class SmemLayout = SmemLayoutQ>
-__device__ __forceinline__ void load_query_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
-                                                const Head& head, int b, int h, int m0, SmemAddr full,
-                                                unsigned extra_tx_bytes = 0) {
-    SmemLayout::load(tile, map, head.tma_query_row(m0), tensor.stride_h ? h : 0,
-                     head.tma_query_batch(tensor.stride_b ? b : 0), full, extra_tx_bytes);
-}
-template <class SmemLayout = SmemLayoutK>
-__device__ __forceinline__ void load_key_tile(SmemAddr tile, const TensorMap& map, const View<const dtype>& tensor,
-                                              const Head& head, int b, int kv_head, int n0, SmemAddr full) {
-    SmemLayout::load(tile, map, head.tma_key_row(n0), tensor.stride_h ? kv_head : 0,
-                     head.tma_key_batch(tensor.stride_b ? b : 0), full);
-}
+#include "load_tile.cuh"
 
 // By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory. A lane copies every
 // 16th row; `from`, `to` and `rows` (the number of valid rows) start at its first one. A large LSE becomes NaN, so that

@@ -8,7 +8,7 @@ __device__ __forceinline__ void load_tiles(const HeadBlock& block) {
     const int b = block.b, kv_head = block.kv_head;
     const auto load_KV = [&](const TensorMap& map, const View<const dtype>& tensor, int n0, unsigned tile,
                              SmemAddr full) {
-        load_key_tile(base + tile, map, tensor, block.head0, b, kv_head, n0, full);
+        load_key_tile<SmemLayoutK>(base + tile, map, tensor, block.head0, b, kv_head, n0, full);
     };
     bool KV_loaded = false;
     const auto load_next_KV = [&](int n0) {  // called after the loads of Q and dO, whose stages are free earlier
@@ -24,13 +24,15 @@ __device__ __forceinline__ void load_tiles(const HeadBlock& block) {
             TIMELINE(wait_empty);
             QPipeline::acquire(base, i);
             TIMELINE(load);
-            load_query_tile(base + Q_AT + stage * SmemLayoutQ::BYTES, params.Q_tile_map, params.Q, block.head0, b,
-                            kv_head * block.group + head, m0, QPipeline::full(base, stage));
+            load_query_tile<SmemLayoutQ>(base + Q_AT + stage * SmemLayoutQ::BYTES, params.Q_tile_map, params.Q,
+                                         block.head0, b, kv_head * block.group + head, m0,
+                                         QPipeline::full(base, stage));
             TIMELINE(wait_empty);
             dOPipeline::acquire(base, i);
             TIMELINE(load);
-            load_query_tile(base + dO_AT + stage * SmemLayoutQ::BYTES, params.dO_tile_map, params.dO, block.head0, b,
-                            kv_head * block.group + head, m0, dOPipeline::full(base, stage));
+            load_query_tile<SmemLayoutQ>(base + dO_AT + stage * SmemLayoutQ::BYTES, params.dO_tile_map, params.dO,
+                                         block.head0, b, kv_head * block.group + head, m0,
+                                         dOPipeline::full(base, stage));
             load_next_KV(n0);
         },
         [&](int n0) {

@@ -2,6 +2,7 @@
 // each of which is in one page.
 #pragma once
 #include "fwd_tiles.cuh"
+#include "load_tile.cuh"
 
 __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
@@ -42,8 +43,8 @@ struct KeyTileLoader {
     }
 
   private:
-    // Loads the keys from n0 on into the acquired stage of tile i. A broadcast dimension (stride 0) has size 1 in the
-    // tensor map: its coordinate is 0. extra_tx_bytes: bytes of other loads on the same barrier.
+    // Loads the keys from n0 on into the acquired stage of tile i. extra_tx_bytes: bytes of other loads on the same
+    // barrier.
     template <class KeyPipeline>
     __device__ __forceinline__ void load_tile(unsigned i, const TensorMap& map, const View<const dtype>& tensor, int n0,
                                               unsigned extra_tx_bytes = 0) const {
@@ -57,8 +58,8 @@ struct KeyTileLoader {
                                        box.y, full);
         }
 #else
-        KeyPipeline::load(base, i, map, sequence.tma_key_row(n0), tensor.stride_h ? h : 0,
-                          sequence.tma_key_batch(tensor.stride_b ? b : 0), extra_tx_bytes);
+        load_key_tile<typename KeyPipeline::Tile>(base + KeyPipeline::tile_at(i), map, tensor, sequence, b, h, n0,
+                                                  KeyPipeline::full(base, stage_of(i)), extra_tx_bytes);
 #endif
     }
 };

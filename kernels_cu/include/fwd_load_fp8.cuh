@@ -1,6 +1,7 @@
 // The producer warpgroup of fwd_wgmma_fp8: the warp that loads, and the warps that transpose V. Included by
 // fwd_wgmma_fp8.cu.
 #pragma once
+#include "load_tile.cuh"
 
 // The thread that runs the tile scheduler and loads Q, K and V.
 __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const View<const dtype>& Q,
@@ -13,7 +14,6 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
     for_each_fp8_work_tile(heads, H, full_wave_tiles, partials, score, [&](const Fp8WorkTileRange& work_tile) {
         const int h = work_tile.h / group, b = work_tile.b;
         const SeqlenInfo sequence(score, b);
-        // The tensor map of a broadcast dimension (stride 0) has size 1.
         const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const auto& tensor, unsigned tile,
                               int j) {
             const unsigned i = pipe_index + j, stage = stage_of(i);
@@ -21,9 +21,8 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
             pipeline.acquire(base, i);
             TIMELINE(load);
             if (tile == V_AT) has_tile[stage] = true;
-            tiles.load(base + tile + stage * tiles.BYTES, map, sequence.tma_key_row(work_tile.n0(j)),
-                       tensor.stride_h ? h : 0, sequence.tma_key_batch(tensor.stride_b ? b : 0),
-                       pipeline.full(base, stage));
+            load_key_tile<decltype(tiles)>(base + tile + stage * tiles.BYTES, map, tensor, sequence, b, h,
+                                           work_tile.n0(j), pipeline.full(base, stage));
         };
         const auto load_KV = [&](int begin, int end) {
 #pragma unroll 1
@@ -37,9 +36,8 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
             mbarrier_wait(EmptyQ::at(base, consumer), work_tiles % 2 ^ 1);
             tile_info(smem, consumer, work_tiles % 2) = work_tile;
-            Queries::load(base + consumer * Queries::BYTES, Q_map, sequence.tma_query_row(work_tile.m0 + 64 * consumer),
-                          Q.stride_h ? work_tile.h : 0, sequence.tma_query_batch(Q.stride_b ? b : 0),
-                          FullQ::at(base, consumer));
+            load_query_tile<Queries>(base + consumer * Queries::BYTES, Q_map, Q, sequence, b, work_tile.h,
+                                     work_tile.m0 + 64 * consumer, FullQ::at(base, consumer));
         }
         ++work_tiles;
         load_KV(1, work_tile.tiles);
