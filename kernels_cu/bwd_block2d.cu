@@ -1,7 +1,7 @@
 // Rung 2: attention backward, a two-dimensional thread block per tile.
 //
-// Both entries run the same loop with different operands: a block owns rows of a pair of tensors A, B, loads tiles of
-// the other pair X, Y, and sums the gradients of its own rows. THREADS_X * THREADS_Y threads share a tile as in
+// Both entry points run the same loop with different operands: a block owns rows of a pair of tensors A, B, loads tiles
+// of the other pair X, Y, and sums the gradients of its own rows. THREADS_X * THREADS_Y threads share a tile as in
 // fwd_block2d; each has a register tile of S, of dP and of the gradients.
 //
 //                        owned: A, B      loaded: X, Y    S = A X^T   dP = B Y^T

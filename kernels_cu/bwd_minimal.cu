@@ -1,4 +1,4 @@
-// Rung 1: attention backward, one thread per row, two entries: dK and dV by key tile, then dQ by query tile.
+// Rung 1: attention backward, one thread per row, two entry points: dK and dV by key tile, then dQ by query tile.
 //
 //   P = exp(S - LSE)          dV_j = sum over i of P_ij dO_i            dP_ij = dO_i . V_j
 //   dS = P * (dP - delta)     dK_j = scale * sum over i of dS_ij Q_i    dQ_i = scale * sum over j of dS_ij K_j
@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_column(float* column, View<const dtype> ten
     for (int d = 0; d < WIDTH; ++d) column[d * ROWS] = row < S ? to_float(tensor.row(b, h, row)[d]) : 0.0f;
 }
 
-// 1 block per SM: otherwise the compiler limits registers for blocks that do not fit into shared memory, and spills
-// with windows.
+// At least 1 block per SM: without this number ptxas limits the registers for several blocks, although shared memory
+// has room for one; variants with windows then spill.
 extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
     View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
@@ -103,8 +103,8 @@ extern "C" __global__ __launch_bounds__(BLOCK_N, 1) void bwd_minimal(
     for (int d = 0; d < HEAD_DIM_V; ++d) dV.row(b, kv_head, key_col)[d] = dtype(dV_column[d * BLOCK_N]);
 }
 
-constexpr int DQ_BLOCKS = Head::READS_TENSORS;  // 1: as above
-extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_BLOCKS) void bwd_minimal_dq(
+constexpr int DQ_MIN_BLOCKS = Head::READS_TENSORS ? 1 : 0;  // 1: as above; 0: not specified
+extern "C" __global__ __launch_bounds__(BLOCK_M, DQ_MIN_BLOCKS) void bwd_minimal_dq(
     View<const dtype> dO, View<const dtype> Q,  // (B, H, Sq, HEAD_DIM_V), (B, H, Sq, HEAD_DIM)
     View<const dtype> K, View<const dtype> V,   // (B, Hk, Sk, HEAD_DIM), (B, Hk, Sk, HEAD_DIM_V)
     const float* LSE, const float* delta,       // (B, H, Sq), contiguous

@@ -51,11 +51,11 @@ using PTile = SwizzledRows<BLOCK_M>;                          // rows of P^T, dS
 using QKOffsets = FragmentOffsets<D_PAD>;
 using VOffsets = FragmentOffsets<DV_PAD>;
 using POffsets = FragmentOffsets<BLOCK_M>;
-constexpr unsigned ROW = Tile::ROW, V_ROW = VTile::ROW, P_BYTES = BLOCK_N * PTile::ROW;
-constexpr unsigned Q_BYTES = BLOCK_M * ROW, dO_BYTES = BLOCK_M * V_ROW, K_BYTES = BLOCK_N * ROW,
-                   V_BYTES = BLOCK_N * V_ROW;
-constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
-static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE + (WARPS_PER_GROUP > 1 ? 2 : 1) * P_BYTES,
+constexpr unsigned ROW_BYTES = Tile::ROW, V_ROW_BYTES = VTile::ROW, P_BYTES = BLOCK_N * PTile::ROW;
+constexpr unsigned Q_BYTES = BLOCK_M * ROW_BYTES, dO_BYTES = BLOCK_M * V_ROW_BYTES, K_BYTES = BLOCK_N * ROW_BYTES,
+                   V_BYTES = BLOCK_N * V_ROW_BYTES;
+constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE_BYTES = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
+static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE_BYTES + (WARPS_PER_GROUP > 1 ? 2 : 1) * P_BYTES,
               "spec and kernel disagree on shared memory");
 static_assert(WARPS_PER_GROUP * BLOCK_N == 32 * WARPS && DQ_COL_WARPS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 &&
                   SUB_M % 16 == 0,
@@ -83,7 +83,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
         const int first = warp.part * QUERIES + sub;  // first query of this step in the tile
         float S[2][SUB_M / 8][4] = {};
-        mma_ABt(S, K_tile + warp.keys * ROW, Q_tile + first * ROW, rows, transposed_rows);
+        mma_ABt(S, K_tile + warp.keys * ROW_BYTES, Q_tile + first * ROW_BYTES, rows, transposed_rows);
         const auto at = [&](int mt, int half, int nt, int odd) {  // element 2 * half + odd of S[mt][nt]
             return ScoreIndex(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
@@ -105,11 +105,11 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                 dropped_P[i / 4][i % 4] = P[step][i / 4][i % 4] & mask;
                 kept |= mask & 0x10001u << (8 * step + i);
             }
-            mma_AB_step(dV, dropped_P, dO_tile + first * V_ROW, 16 * step, V_columns);
+            mma_AB_step(dV, dropped_P, dO_tile + first * V_ROW_BYTES, 16 * step, V_columns);
         }
 
         float dP[2][SUB_M / 8][4] = {};
-        mma_ABt(dP, K_tile + K_BYTES + warp.keys * V_ROW, dO_tile + first * V_ROW, V_rows, dO_rows);
+        mma_ABt(dP, K_tile + K_BYTES + warp.keys * V_ROW_BYTES, dO_tile + first * V_ROW_BYTES, V_rows, dO_rows);
         unsigned dS[SUB_M / 16][2][4];
 #pragma unroll
         for (int nt = 0; nt < SUB_M / 8; ++nt) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
         }
 #pragma unroll
         for (int step = 0; step < SUB_M / 16; ++step)
-            mma_AB_step(dK, dS[step], Q_tile + first * ROW, 16 * step, columns);
+            mma_AB_step(dK, dS[step], Q_tile + first * ROW_BYTES, 16 * step, columns);
     }
 }
 
@@ -156,10 +156,10 @@ __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumu
             unsigned A[2][4];
             ldmatrix_x4(A[0], from + P_BYTES + offsets(0, step));
             ldmatrix_x4(A[1], from + P_BYTES + offsets(16, step));
-            mma_AB_step(dV, A, Q_tile + Q_BYTES + first * V_ROW, 16 * step, V_columns);
+            mma_AB_step(dV, A, Q_tile + Q_BYTES + first * V_ROW_BYTES, 16 * step, V_columns);
             ldmatrix_x4(A[0], from + offsets(0, step));
             ldmatrix_x4(A[1], from + offsets(16, step));
-            mma_AB_step(dK, A, Q_tile + first * ROW, 16 * step, columns);
+            mma_AB_step(dK, A, Q_tile + first * ROW_BYTES, 16 * step, columns);
         }
     }
 }
@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr
 
 // The query tiles of a block's keys: which ones, in the heads of the group, and their loads. Little is stored, and much
 // is computed again or read again from L1: the accumulators leave no registers.
-struct QueryTiles {
+struct MBlockLoader {
     const View<const dtype>&Q, &dO;
     const float *LSE, *delta;
     const Score& score;
@@ -246,8 +246,8 @@ struct QueryTiles {
     }
 };
 
-// The stage that is not at offset `stage`.
-__device__ __forceinline__ unsigned other_stage(unsigned stage) { return 2 * STAGES_AT + STAGE - stage; }
+// The other one of the two stages: their offsets are STAGES_AT and STAGES_AT + STAGE_BYTES.
+__device__ __forceinline__ unsigned other_stage(unsigned stage) { return 2 * STAGES_AT + STAGE_BYTES - stage; }
 
 extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     const __grid_constant__ View<const dtype> Q,   // (B, H, Sq, HEAD_DIM)
@@ -262,17 +262,17 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     int group,                                     // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    char* const dS_tile = smem + STAGES_AT + 2 * STAGE;
+    char* const dS_tile = smem + STAGES_AT + 2 * STAGE_BYTES;
     const RowTile tile_of_block = key_tile<BLOCK_N>(score, blockIdx.x, blockIdx.z);
     if (RAGGED && tile_of_block.invalid()) return;
     const int kv_head = blockIdx.y, b = tile_of_block.b, H = gridDim.y * group;
     const SeqlenInfo seqlen_info(score, b);
     const SmemAddr K_tile = smem_address(smem);
-    const QueryTiles tiles{Q, dO, LSE, delta, score, seqlen_info, tile_of_block, K_tile, b, kv_head, group, H};
+    const MBlockLoader tiles{Q, dO, LSE, delta, score, seqlen_info, tile_of_block, K_tile, b, kv_head, group, H};
 
     float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
     int h = kv_head * group, m0 = tiles.first_row();  // the current head and query tile
-    // Remaining tiles; with a block map only whether there is a next one.
+    // Number of tiles that remain, this one included; with a block map only 1 if there is this one, or 0.
     int tiles_left = m0 < tiles.row_end() ? group * ((tiles.row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;
     if (Head::HAS_BLOCK_MAP) tiles_left = tiles.next_tile(h, m0);
     unsigned stage = STAGES_AT;  // offset of the current stage in shared memory

@@ -109,7 +109,7 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = V_AT + SmemLayout
                                       : NARROW_V     ? 4 * DQ_CONSUMER_FLOATS
                                                      : 4 * DQ_TILE_FLOATS),
                    BIAS_BYTES = BIAS ? SmemLayoutPdS::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
-                   BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M, MAP_AT = BARRIERS_AT + 256;
+                   BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES, MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::HAS_BLOCK_MAP ? sizeof(GroupBlockMap) : 0),
               "spec and kernel disagree on shared memory");
 using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;

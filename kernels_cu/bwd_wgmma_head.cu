@@ -1,7 +1,8 @@
 // Rung 4 of the backward, for short sequences: bwd_wgmma with one block per key/value head.
 //
 // The block visits the n_blocks of its head one after the other. For the first n_block it stores each tile of dQ to
-// dQ_accum, for the others it adds to it (TMA reduce-add); after the last one it converts dQ_accum to dQ. dQ_accum
+// dQ_accum (every row that sees a key sees one there, because there is no window), for the others it adds to it (TMA
+// reduce-add); after the last one it converts dQ_accum to dQ. dQ_accum
 // stays in L2. There is no memset, no semaphore and no postprocess kernel, and the result is deterministic. K and V of
 // the next n_block are loaded during the epilogue.
 //
@@ -34,6 +35,7 @@ static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
 static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
 static_assert(!Head::HAS_SCORE_MOD && !Head::HAS_BLOCK_MAP && !DROPOUT && !RAGGED,
               "score options are not supported: use bwd_wgmma");
+static_assert(!Head::HAS_LEFT_BOUND, "n_block 0 stores dQ of all rows that see a key: no row's keys may begin later");
 
 using MBlocks = MBlockRange<true, false>;
 
@@ -41,7 +43,7 @@ using MBlocks = MBlockRange<true, false>;
 constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,
                    dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + STAGES * SmemLayoutQ::BYTES,
                    dQ_AT = dS_AT + 2 * SmemLayoutPdS::BYTES, STATS_AT = dQ_AT + 4 * DQ_TILE_FLOATS,
-                   BARRIERS_AT = STATS_AT + STAGES * 8 * BLOCK_M;
+                   BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES;
 static_assert(SMEM_BYTES == BARRIERS_AT + 256, "spec and kernel disagree on shared memory");
 using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 
@@ -63,17 +65,19 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// Loop state of a consumer, packed into one register, from the top: 2 bits: the number of tiles modulo 4, which
-// determines stage and parity; 14 bits: index of the n_block; 16 bits: the number of tiles of this n_block.
+// Loop state of a consumer, in one register, because the mainloop has none to spare. From the top: 2 bits: the number
+// of m_blocks modulo 4, which determines stage and parity; 14 bits: index of the n_block; 16 bits: the number of
+// m_blocks of this n_block.
 class LoopState {
+    static constexpr unsigned NEXT_M_BLOCK = (1u << 30) + 1, N_BLOCK = 1u << 16;
     unsigned count = 0;
 
   public:
-    __device__ __forceinline__ unsigned i() const { return count >> 30; }
-    __device__ __forceinline__ unsigned tiles_of_key_tile() const { return count & 0xffff; }
+    __device__ __forceinline__ unsigned i() const { return count >> 30; }  // modulo 4
+    __device__ __forceinline__ unsigned m_blocks_of_n_block() const { return count & 0xffff; }
     __device__ __forceinline__ int n0() const { return (count >> 16 & 0x3fff) * BLOCK_N; }
-    __device__ __forceinline__ void next() { count += 0x40000001u; }
-    __device__ __forceinline__ void next_key_tile() { count = (count & 0xffff0000u) + 0x10000u; }
+    __device__ __forceinline__ void next() { count += NEXT_M_BLOCK; }
+    __device__ __forceinline__ void next_n_block() { count = (count & ~(N_BLOCK - 1)) + N_BLOCK; }
     __device__ __forceinline__ void make_uniform() { count = uniform(count); }
 };
 
@@ -136,12 +140,13 @@ struct ConsumerWarpgroup {
     // S^T or dP^T of the consumer's keys.
     __device__ __forceinline__ void mma_SdP_own_keys(float (&C)[BLOCK_M / 2], unsigned keys_at,
                                                      unsigned queries_at) const {
-        mma_SdP<HEAD_DIM>(C, SmemLayoutK::k_major(base + keys_at + key_offset * 128),
+        mma_SdP<HEAD_DIM>(C, SmemLayoutK::k_major(base + keys_at + key_offset * SmemLayoutK::ROW_BYTES),
                           SmemLayoutQ::k_major(base + queries_at));
     }
     // 64 rows of dQ.
     __device__ __forceinline__ void mma_own_dQ(float (&dQ)[D_PAD / 2], unsigned dS_at) const {
-        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * 128)), SmemLayoutK::mn_major(base + K_AT));
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * SmemLayoutPdS::ROW_BYTES)),
+               SmemLayoutK::mn_major(base + K_AT));
     }
     // Waits until the dQ-store warp has read dQ of tile i - 1, then writes dQ of tile i to shared memory.
     __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[D_PAD / 2], unsigned i) const {
@@ -163,7 +168,7 @@ struct ConsumerWarpgroup {
     // One m_block, and dQ of the previous one of the same n_block.
     __device__ __forceinline__ void bwd_step() {
         state.make_uniform();
-        const bool has_previous = state.tiles_of_key_tile() > 0;  // within this n_block
+        const bool has_previous = state.m_blocks_of_n_block() > 0;  // within this n_block
         const unsigned i = state.i();
         const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         // Without a previous tile the product is discarded: any initialised memory that is not being written will do,
@@ -183,7 +188,7 @@ struct ConsumerWarpgroup {
         dOPipeline::wait(base, i);
         TIMELINE(S);
         mma_SdP_own_keys(dP, V_AT, dO_at);
-        if (has_previous) commit_dQ_dS(state.tiles_of_key_tile() > 1, i - 1);
+        if (has_previous) commit_dQ_dS(state.m_blocks_of_n_block() > 1, i - 1);
 
         wgmma_wait<1>();  // S^T
         warpgroup_fence_operand(S);
@@ -224,7 +229,7 @@ struct ConsumerWarpgroup {
     // After the last m_block of an n_block: its dQ. dK and dV are complete.
     __device__ __forceinline__ void mainloop_tail() {
         const unsigned i = state.i();
-        commit_dQ_dS(state.tiles_of_key_tile() > 1, i - 1);
+        commit_dQ_dS(state.m_blocks_of_n_block() > 1, i - 1);
         float dQ[D_PAD / 2];
         wait_dS(i - 1);
         mma_own_dQ(dQ, dS_AT + (i - 1) % 2 * SmemLayoutPdS::BYTES);
@@ -348,7 +353,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     ConsumerWarpgroup consumer(block, warp, lane, dK_rmem, dV_rmem);
     if (consumer.consumer == 1) named_barrier_arrive(scheduler_barrier(0), BOTH_CONSUMERS);  // consumer 0 starts
 #pragma unroll 1
-    for (; consumer.state.n0() < head0.Sk; consumer.state.next_key_tile()) {
+    for (; consumer.state.n0() < head0.Sk; consumer.state.next_n_block()) {
         consumer.begin_n_block();
         if (consumer.head < group) {
 #pragma unroll 1

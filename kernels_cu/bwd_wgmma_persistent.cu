@@ -45,18 +45,26 @@ constexpr unsigned STAGING_BYTES =
 constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = 2 * SmemLayoutK::BYTES,
                    dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + STAGES * SmemLayoutQ::BYTES,
                    STAGING_AT = dS_AT + 2 * SmemLayoutPdS::BYTES, STATS_AT = STAGING_AT + 2 * STAGING_BYTES,
-                   SECOND_K_OFFSET = STATS_AT + STAGES * 8 * BLOCK_M,
+                   SECOND_K_OFFSET = STATS_AT + STAGES * STATS_BYTES,
                    BARRIERS_AT = SECOND_K_OFFSET + SmemLayoutK::BYTES;
 static_assert(SECOND_K_OFFSET % 1024 == 0, "tiles are aligned to 1024 bytes");
 static_assert(SMEM_BYTES == BARRIERS_AT + 1024, "spec and kernel disagree on shared memory");
 using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 
-// Description of one use of the staging buffers. A consumer stages, in this order: in the iteration of each tile dQ of
-// the previous tile; after the last tile of a work tile, dV and then dK. The description of an iteration contains its
-// own tile, not the previous one, which the store warp remembers.
+// Description of one use of the staging buffers. A consumer stages dQ of the previous m_block in each iteration, and dV
+// and then dK after the last m_block of a work tile. A description contains the m_block of the iteration, not the
+// previous one, whose dQ is staged; the store warp remembers it. For work tiles with m_blocks 0, 1 and 2, 3:
+//
+//   iteration            staged            description    store warp
+//   m_block 0            nothing           m_block 0      remembers m_block 0
+//   m_block 1            dQ of m_block 0   m_block 1      adds it to m_block 0, remembers m_block 1
+//   end of work tile     dV, then dK       dV, then dK    stores them
+//   m_block 2            dQ of m_block 1   m_block 2      adds it to m_block 1, remembers m_block 2
+//   ...
+//   end of the block     dQ of m_block 3   LAST_DQ        adds it to m_block 3, ends
 struct StagedStore {
-    int m0, n0, h, b;                                  // h: query head; for dV and dK the key/value head
-    static constexpr int dV = -1, dK = -2, LAST = -3;  // values of m0; LAST: dQ of the block's last tile
+    int m0, n0, h, b;                                     // h: query head; for dV and dK the key/value head
+    static constexpr int dV = -1, dK = -2, LAST_DQ = -3;  // values of m0; LAST_DQ: dQ of the block's last m_block
 };
 constexpr unsigned STAGING_SLOTS = 16;  // ring buffer of descriptions: warp 0 is at most eight ahead of the store warps
 constexpr int NEEDS_MASK = 1,
@@ -67,8 +75,8 @@ using EmptyV = BarrierArray<EmptyK::END, 1>;
 using Barriers = BwdBarriers<EmptyV::END>;  // its arrays of dQ are those of the staging buffers
 using QPipeline = Barriers::QPipeline;
 using dOPipeline = Barriers::dOPipeline;
-using WorkTilePipeline = Pipeline<Barriers::END>;  // published work tiles
-static_assert(STAGES == 2, "two work tiles are published at a time");
+using WorkTilePipeline = Pipeline<Barriers::END, 2>;  // published work tiles
+static_assert(STAGES == 2, "STAGING_SLOTS is for two stages");
 
 using WorkTiles = Published<PersistentWorkTile, WorkTilePipeline::END, 2>;
 // Per consumer: it writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
@@ -112,9 +120,10 @@ struct ConsumerWarpgroup {
     const float scale_log2;  // of P = exp2(S * scale_log2 - LSE * log2(e))
     const SmemAddr staging;
     float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // variables of the kernel: members would compile to other code
-    // Counters over all work tiles. staged_count: uses of the staging buffer, of which the first has no data. i:
-    // m_blocks. K_index: index of the work tile among those with visible queries, modulo 2 its K buffer;
-    // previous_K_index: the same for the previous m_block. tile_index: work tiles.
+    // Counters over all work tiles. staged_count: uses of the staging buffer. The first has no data: the consumer
+    // commits before it stages dQ of the first m_block. i: m_blocks. K_index (nonempty_tiles of the load warp): index
+    // of the work tile among those with visible queries, modulo 2 its K buffer; previous_K_index: the same for the
+    // previous m_block. tile_index: work tiles.
     unsigned staged_count = 1, i = 0, previous_K_index = ~0u, K_index = ~0u, tile_index = 0;
 
     __device__ __forceinline__ ConsumerWarpgroup(const BwdParams& params, SmemAddr base, unsigned warp, unsigned lane,
@@ -150,8 +159,9 @@ struct ConsumerWarpgroup {
         TIMELINE(S);
         const unsigned lane_flags = flags_of(i, consumer);
         mma_SdP_own_keys<HEAD_DIM>(S, K_at(K_index), Q_at);
-        const unsigned flags = uniform(lane_flags);  // here: it would cost more between the scheduler barriers
-        wgmma_wait<1>();                             // dK of the previous tile
+        const unsigned flags =
+            uniform(lane_flags);  // not later, between the scheduler barriers, where the other consumer waits
+        wgmma_wait<1>();          // dK of the previous tile
         release_stage<QPipeline>(base, i - 1, lane == 0 && i > 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
@@ -199,12 +209,12 @@ struct ConsumerWarpgroup {
     template <int COLUMNS>
     __device__ __forceinline__ void mma_SdP_own_keys(float (&C)[BLOCK_M / 2], unsigned keys_at,
                                                      unsigned queries_at) const {
-        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(base + keys_at + key_offset * 128),
+        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(base + keys_at + key_offset * SmemLayoutK::ROW_BYTES),
                          SmemLayoutQ::k_major(base + queries_at));
     }
     // 64 rows of dQ = dS K of the previous tile.
     __device__ __forceinline__ void mma_own_dQ(float (&dQ)[D_PAD / 2], unsigned dS_at) const {
-        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * 128)),
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * SmemLayoutPdS::ROW_BYTES)),
                SmemLayoutK::mn_major(base + K_at(previous_K_index)));
     }
     __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_M / 2]) const {

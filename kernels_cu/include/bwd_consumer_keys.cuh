@@ -73,7 +73,7 @@ struct KeyConsumer {
                                                      unsigned queries_at) const {
         const SmemAddr tiles =
             D_PAD > 96 ? uniform(base) : base;  // without `uniform` the descriptors would stay in registers and spill
-        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * 128),
+        mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at + key_offset * SmemLayoutK::ROW_BYTES),
                          SmemLayoutQ::k_major(tiles + queries_at));
     }
     // The consumer's part of dQ: 64 rows if BLOCK_M = 128, a part of the columns if BLOCK_M = 64.
@@ -86,10 +86,10 @@ struct KeyConsumer {
             return mma_dQ(dQ, SmemLayoutPdS::k_major(tiles + dS_at),
                           make_descriptor(tiles + K_AT + consumer * SmemLayoutK::SLAB_BYTES, leading_bytes, 1024));
         }
-        constexpr unsigned ROWS_64 = 64 * 128,
-                           COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
-        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * ROWS_64 : 0)),
-               SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * COLUMNS)));
+        constexpr unsigned BYTES_OF_64_ROWS = 64 * SmemLayoutPdS::ROW_BYTES,
+                           BYTES_OF_COLUMNS = DQ_COLS < 64 ? DQ_COLS * 2 : DQ_COLS / 64 * SmemLayoutK::SLAB_BYTES;
+        mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + (BLOCK_M == 128 ? consumer * BYTES_OF_64_ROWS : 0)),
+               SmemLayoutK::mn_major(base + K_AT + (BLOCK_M == 128 ? 0 : consumer * BYTES_OF_COLUMNS)));
     }
 
     // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
@@ -174,8 +174,8 @@ struct KeyConsumer {
     }
     // Staged in the consumer's own rows of V: the other consumer does not read them.
     __device__ __forceinline__ bool store_dV() const {
-        return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer, base + V_AT + key_offset * 128, dV,
-                                                    Head::dropout_factor(block.params.score), key_offset, 0);
+        return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer, base + V_AT + key_offset * SmemLayoutV::ROW_BYTES,
+                                                    dV, Head::dropout_factor(block.params.score), key_offset, 0);
     }
     // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: dK is wider than dO
     // and takes both stages, which both consumers have read before the last dS was complete.

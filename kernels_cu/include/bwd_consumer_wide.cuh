@@ -39,7 +39,9 @@ struct ConsumerWarpgroup {
         block.m_blocks.start(head, m0);
     }
     // Address of the consumer's queries in a tile of P or dS.
-    __device__ __forceinline__ SmemAddr own_queries(SmemAddr tile) const { return tile + query_offset * 128; }
+    __device__ __forceinline__ SmemAddr own_queries(SmemAddr tile) const {
+        return tile + query_offset * SmemLayoutPdS::ROW_BYTES;
+    }
 
     // S^T or dP^T of the consumer's queries and all keys.
     template <int COLUMNS>
@@ -47,7 +49,7 @@ struct ConsumerWarpgroup {
                                                         unsigned queries_at) const {
         const SmemAddr tiles = uniform(base);  // without `uniform` the descriptors would stay in registers and spill
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(tiles + keys_at),
-                         SmemLayoutQ::k_major(tiles + queries_at + query_offset * 128));
+                         SmemLayoutQ::k_major(tiles + queries_at + query_offset * SmemLayoutQ::ROW_BYTES));
     }
     // dV += P^T dO or dK += dS^T Q: the consumer's columns; P or dS in shared memory.
     template <int R>

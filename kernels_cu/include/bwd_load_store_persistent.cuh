@@ -19,7 +19,7 @@ struct LoadWarp {
     __device__ __forceinline__ void publish(const PersistentWorkTile& work_tile) {
         WorkTilePipeline::acquire(base, tile_index);
         work_tile.publish(work_tile_slot(tile_index));
-        if (work_tile.b < 0) staged_store(staged_count).m0 = StagedStore::LAST;
+        if (work_tile.b < 0) staged_store(staged_count).m0 = StagedStore::LAST_DQ;
         else if (work_tile.begin >= work_tile.end) publish_dKV_stores(staged_count);
         mbarrier_arrive(WorkTilePipeline::full(base, tile_index % 2));
     }
@@ -151,7 +151,7 @@ struct StoreWarp {
                         kind / BLOCK_M;
             }
             release_staging();
-            if (kind == StagedStore::LAST) break;
+            if (kind == StagedStore::LAST_DQ) break;
         }
         TIMELINE(done);
     }

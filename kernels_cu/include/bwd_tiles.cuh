@@ -20,8 +20,9 @@ using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
 using SmemLayoutdO = Swizzled<BLOCK_M, DV_PAD>;
 using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;
 using SmemLayoutV = Swizzled<BLOCK_N, DV_PAD>;
-using SmemLayoutPdS = Swizzled<BLOCK_M, BLOCK_N>;  // P, dS, the bias
-using SmemLayoutdKV = Swizzled<64, D_PAD>;         // dK or dV of 64 keys
+using SmemLayoutPdS = Swizzled<BLOCK_M, BLOCK_N>;              // P, dS, the bias
+using SmemLayoutdKV = Swizzled<64, D_PAD>;                     // dK or dV of 64 keys
+constexpr unsigned STATS_BYTES = 2 * sizeof(float) * BLOCK_M;  // LSE and delta of a stage
 
 // A tile of dQ_accum, floats: [consumer][chunk of 8 columns][warp of the consumer][lane][4]. These are the wgmma
 // accumulators of dQ in the order of the registers, so that a consumer stores them without a shuffle. The 4 floats of

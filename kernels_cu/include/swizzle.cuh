@@ -20,7 +20,7 @@
 template <int ROWS, int COLUMNS, int ELEMENT_BYTES = 2>
 struct Swizzled {
     static constexpr int SLAB_COLUMNS = 128 / ELEMENT_BYTES, SLABS = (COLUMNS + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
-    static constexpr unsigned SLAB_BYTES = ROWS * 128, BYTES = SLABS * SLAB_BYTES;
+    static constexpr unsigned ROW_BYTES = 128, SLAB_BYTES = ROWS * ROW_BYTES, BYTES = SLABS * SLAB_BYTES;
     static_assert(ROWS % 8 == 0, "the swizzle repeats every 8 rows");
 
     static __device__ __forceinline__ Descriptor k_major(SmemAddr tile) { return make_descriptor(tile, 0, 1024); }
