@@ -84,7 +84,7 @@ constexpr int ROWS_PER_THREAD = BIAS_M / SIDE, COLS_PER_THREAD = BIAS_N / SIDE;
 static_assert(SMEM_BYTES_BIAS == 4 * (BIAS_M + BIAS_N) * PITCH, "spec and kernel disagree on shared memory");
 static_assert(BIAS_M % SIDE == 0 && BIAS_N % SIDE == 0, "all threads have the same number of rows and columns");
 
-// Loads columns d0 .. d0 + STEP of rows row0 .. row0 + COUNT; zeros for rows >= S and columns >= WIDTH.
+// Loads columns d0 .. d0 + STEP - 1 of rows row0 .. row0 + COUNT - 1; zeros for rows >= S and columns >= WIDTH.
 template <int COUNT, int WIDTH>
 __device__ __forceinline__ void load_step(float* tile, const View<const dtype>& tensor, int b, int h, int row0, int S,
                                           int d0) {

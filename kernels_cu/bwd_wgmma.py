@@ -7,7 +7,7 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_b
 SMEM = 232448  # bytes of shared memory per block
 WAVE = 132  # blocks that run at the same time: one per SM
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such work tiles are short
-MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per query tile and head of a group
+MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per m_block and head of a group
 
 
 def narrow_v(p: Problem, t: Tile) -> bool:
@@ -85,7 +85,9 @@ def dQ_accum_with_semaphores(p: Problem, t: Tile) -> tuple[int, int]:
     """(elements of dQ_accum, how many of them are zeroed before the launch). The tile counter and the semaphores are
     zeroed, the accumulators are not: the first block stores. See include/dq_semaphore.cuh."""
     rows = p.batches * p.H * p.query_tiles(128) * 128
-    counters = 128 + rows // 32  # tile counter and alignment; two semaphores per query tile of at least 64 rows
+    # Upper bounds of what the kernel uses. Tile counter and alignment; two semaphores per m_block of at least 64 rows.
+    counters = 128 + rows // 32
+    # Columns of a row: D_PAD if BLOCK_M = 128, otherwise 2 * DQ_COLS, which is 32, 64, 128 or 256.
     columns = 192 if narrow_v(p, t) else 1 << max(p.D - 1, 31).bit_length()
     return counters + rows * columns, counters
 
@@ -258,7 +260,7 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
-    """Also requires a mask of ranges, from which the kernel computes the order of additions to a query tile."""
+    """Also requires a mask of ranges, from which the kernel computes the order of additions to a dQ tile."""
     if mapped(p):
         return (
             "mask= or a Score with a mask is not supported: additions to dQ are ordered by key ranges; use bwd_block2d"

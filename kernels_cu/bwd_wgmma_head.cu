@@ -196,9 +196,9 @@ struct ConsumerWarpgroup {
         named_barrier_sync(scheduler_barrier(consumer), BOTH_CONSUMERS);
         TIMELINE(P);
         const int first_key = state.n0() + key_offset;
-        const Range unmasked = block.head0.fully_visible_queries<true>(first_key, first_key + 64);
+        const Range fully_visible = block.head0.fully_visible_queries<true>(first_key, first_key + 64);
         // Query rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
-        if ((m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end)) {
+        if ((m0 < fully_visible.begin) | (m0 + BLOCK_M > fully_visible.end)) {
             const FragmentCoords coords(m0, first_key);
             mask_fragment<BLOCK_M / 2>(block.head0, coords, [&](int k) { S[k] = -INF; });
         }
@@ -323,7 +323,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_head(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
     const float* delta,
-    float* dQ_accum,  // (B, H, query tiles, DQ_TILE_FLOATS)
+    float* dQ_accum,  // (B, H, m_blocks, DQ_TILE_FLOATS)
     const __grid_constant__ View<dtype> dQ, const __grid_constant__ View<dtype> dK,
     const __grid_constant__ View<dtype> dV, const __grid_constant__ TensorMap Q_tile_map,
     const __grid_constant__ TensorMap dO_tile_map, const __grid_constant__ TensorMap K_map,

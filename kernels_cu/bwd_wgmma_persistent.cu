@@ -286,7 +286,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
     const float* delta,
-    float* dQ_accum,  // tile counter, at ACCUM_INDEX (B, H, query tiles, DQ_TILE_FLOATS); all zeros
+    float* dQ_accum,  // tile counter, at ACCUM_INDEX (B, H, m_blocks, DQ_TILE_FLOATS); all zeros
     const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV,
     const __grid_constant__ TensorMap Q_tile_map, const __grid_constant__ TensorMap dO_tile_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,

@@ -31,7 +31,7 @@ static __device__ __forceinline__ int row_words(const Score& score) {
 
 enum MapBits { SOME_VISIBLE, FULLY_VISIBLE };
 
-// A word of bits for query rows m0 .. m1 and keys from WORD_KEYS * word: the OR of the rows of the map for
+// A word of bits for query rows m0 .. m1 - 1 and keys from WORD_KEYS * word: the OR of the rows of the map for
 // SOME_VISIBLE, else the AND.
 template <MapBits BITS>
 __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
@@ -47,7 +47,8 @@ __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
     return bits;
 }
 
-// Whether some scores, or all, of query rows m0 .. m1 and keys n0 .. n0 + KEYS are visible. Keys >= Sk are ignored.
+// Whether some scores, or all, of query rows m0 .. m1 - 1 and keys n0 .. n0 + KEYS - 1 are visible. Keys >= Sk are
+// ignored.
 template <MapBits BITS, int KEYS>
 __device__ __forceinline__ bool map_covers(int m0, int m1, int n0) const {
     static_assert(!HAS_BLOCK_MAP || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
@@ -105,7 +106,7 @@ __device__ __forceinline__ void element_bits(unsigned (&bits)[(KEYS + 31) / 32],
 #endif
 }
 
-// The first of the key tiles `tile` .. `end`, KEYS keys each, with a score visible to query rows m0 .. m1; `end` if
+// The first of the key tiles `tile` .. `end`, KEYS keys each, with a score visible to query rows m0 .. m1 - 1; `end` if
 // there is none. Reads four words at a time, 2048 keys, to skip long hidden ranges quickly.
 template <int KEYS>
 __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {

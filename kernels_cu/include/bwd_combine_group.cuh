@@ -52,7 +52,7 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
     const int kv_head = blockIdx.y, H = gridDim.y * group;
     const long long tile = first_n_block<BLOCK_N>(sequence) + rows.row0 / BLOCK_N;
     constexpr int CHUNKS_K = HEAD_DIM / 8, CHUNKS = CHUNKS_K + (HEAD_DIM_V + 7) / 8;  // of 8 columns
-    float zero = 0.0f;
+    float nan_if_not_finite = 0.0f;
     for (int item = threadIdx.x; item < ROWS * CHUNKS; item += blockDim.x) {
         const int row = rows.row0 + item / CHUNKS, chunk = item % CHUNKS;
         const Gradient gradient = chunk < CHUNKS_K ? Gradient::dK : Gradient::dV;
@@ -73,12 +73,12 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
                 sum[2 * pair] += x.x, sum[2 * pair + 1] += x.y;
             }
         }
-        for (int e = 0; e < 8; ++e) zero = fmaf(sum[e], 0.0f, zero);
+        for (int e = 0; e < 8; ++e) nan_if_not_finite = fmaf(sum[e], 0.0f, nan_if_not_finite);
         dtype* const to = (gradient == Gradient::dK ? sequence.key(dK, kv_head, row) : sequence.key(dV, kv_head, row));
         *reinterpret_cast<uint4*>(to + column) =
             make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
     }
-    if (!__syncthreads_or(zero != 0.0f)) return;
+    if (!__syncthreads_or(nan_if_not_finite != 0.0f)) return;
     key_gradients_non_finite<ROWS, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, rows.b, kv_head, H, rows.row0,
                                       threadIdx.x / 32);
 }

@@ -106,8 +106,8 @@ __device__ __forceinline__ void load_stats(const BwdParams& params, SmemAddr bas
             load_LSE_and_delta_async(smem, to, params.LSE + from, params.delta + from, rows);
             // Used by lanes 0 and 1, for consumers 0 and 1. Rows from Sq on are masked, too: their q is 0, and 0 * inf
             // is NaN.
-            const volatile Range& unmasked = work_tile.fully_visible[lane % 2];
-            const int flags = (m0 < unmasked.begin) | (m0 + BLOCK_M > unmasked.end) ? NEEDS_MASK : 0;
+            const volatile Range& fully_visible = work_tile.fully_visible[lane % 2];
+            const int flags = (m0 < fully_visible.begin) | (m0 + BLOCK_M > fully_visible.end) ? NEEDS_MASK : 0;
             m_block.next(work_tile);
             if (lane < 2) flags_of(i, lane) = flags | (m_block.head < params.group ? 0 : LAST_TILE);
             __syncwarp();  // all lanes have written before lane 0 arrives

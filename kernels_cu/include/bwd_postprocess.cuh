@@ -3,16 +3,17 @@
 #include "score_mod.cuh"
 
 // Writes columns col .. col + 7 of rows row0 and row0 + 8 of dQ, scaled; accum[0] and accum[1] are these rows
-// (load_fragment_rows). `zero` stays 0 if all values are finite, and becomes NaN otherwise.
+// (load_fragment_rows). `nan_if_not_finite` stays 0 if all values are finite, and becomes NaN otherwise.
 __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
-                                              int col, const float (&accum)[2][8], float scale, float& zero) {
+                                              int col, const float (&accum)[2][8], float scale,
+                                              float& nan_if_not_finite) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         unsigned packed[4];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
             const float x = accum[half][2 * pair], y = accum[half][2 * pair + 1];
-            zero = fmaf(x, 0.0f, fmaf(y, 0.0f, zero));
+            nan_if_not_finite = fmaf(x, 0.0f, fmaf(y, 0.0f, nan_if_not_finite));
             packed[pair] = pack(x * scale, y * scale);
         }
         const int row = row0 + 8 * half;
@@ -31,7 +32,7 @@ __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const 
                                                    int col0, int lane, const float* from, float scale,
                                                    bool no_keys = false) {
     constexpr int CHUNKS = COLUMNS / 8;
-    float zero = 0.0f;
+    float nan_if_not_finite = 0.0f;
 #pragma unroll
     for (int i = lane; i < ROWS / 2 * CHUNKS;
          i += 32) {  // item i: 8 columns of two rows; adjacent lanes have adjacent columns
@@ -41,9 +42,9 @@ __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const 
         float accum[2][8];
         load_fragment_rows(accum, from + (row_group * CHUNKS + chunk) * CHUNK_STRIDE, g);
         for (int k = 0; k < (no_keys ? 16 : 0); ++k) accum[k / 8][k % 8] = 0.0f;
-        write_dQ_rows(dQ, sequence, h, row0 + 16 * row_group + g, col, accum, scale, zero);
+        write_dQ_rows(dQ, sequence, h, row0 + 16 * row_group + g, col, accum, scale, nan_if_not_finite);
     }
-    return !__all_sync(0xffffffffu, zero == 0.0f);
+    return !__all_sync(0xffffffffu, nan_if_not_finite == 0.0f);
 }
 
 // 16 rows of dQ, COLUMNS columns: loaded from dQ_accum, converted and stored by one warp. As write_dQ_fragments, but in
@@ -65,16 +66,16 @@ struct dQFragment {
         for (int n = 0; n < ITEMS; ++n)
             if (item(n) < ALL_ITEMS) load_fragment_rows(accum[n], from + chunk(n) * CHUNK_STRIDE, row(n));
     }
-    // Stores query rows row0 .. row0 + 16, scaled; zeros if no_keys. Returns whether all values of the lane are finite.
+    // Stores query rows row0 .. row0 + 15, scaled; zeros if no_keys. Returns whether all values of the lane are finite.
     __device__ __forceinline__ bool store(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
                                           float scale, bool no_keys) {
-        float zero = 0.0f;
+        float nan_if_not_finite = 0.0f;
 #pragma unroll
         for (int n = 0; n < ITEMS; ++n) {
             if (item(n) >= ALL_ITEMS) break;
             for (int k = 0; k < (no_keys ? 16 : 0); ++k) accum[n][k / 8][k % 8] = 0.0f;
-            write_dQ_rows(dQ, sequence, h, row0 + row(n), 8 * chunk(n), accum[n], scale, zero);
+            write_dQ_rows(dQ, sequence, h, row0 + row(n), 8 * chunk(n), accum[n], scale, nan_if_not_finite);
         }
-        return zero == 0.0f;
+        return nan_if_not_finite == 0.0f;
     }
 };

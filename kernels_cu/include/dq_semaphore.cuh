@@ -12,10 +12,9 @@
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
 constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));
-__device__ __forceinline__ long long accumulators_index(long long query_tiles) {
-    return HAS_SEMAPHORES
-               ? (SEMAPHORES_INDEX + 2 * query_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT
-               : 0;
+__device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
+    return HAS_SEMAPHORES ? (SEMAPHORES_INDEX + 2 * dQ_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT
+                          : 0;
 }
 
 // Not DETERMINISTIC: there is no order, but the first block that increments a tile's semaphore stores, so that the
@@ -26,7 +25,7 @@ __device__ __forceinline__ long long accumulators_index(long long query_tiles) {
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
 // Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a
-// query tile, and this is 0.5% slower, or spills.
+// dQ tile, and this is 0.5% slower, or spills.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP;
 
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as
