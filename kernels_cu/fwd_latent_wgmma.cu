@@ -142,7 +142,7 @@ struct ScoreWarpgroup {
         const int column = n0 + 2 * (lane % 4);
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) {
-            const int key = i / 4 * 8 + i % 2, half = i / 2 % 2;
+            const int key = QueryRows::column(i), half = QueryRows::row(i);
             if (key >= visible[half].end - column || (Head::HAS_LEFT_BOUND && key < visible[half].begin - column))
                 S[i] = -INF;
         }

@@ -3,6 +3,7 @@
 #pragma once
 #include "pipeline.cuh"
 #include "score_mod.cuh"
+#include "softmax_rows.cuh"
 #include "swizzle.cuh"
 
 constexpr bool BIAS_TILES = BIAS & 8;  // bits of BIAS: score.cuh
@@ -33,17 +34,16 @@ struct BiasTiles {
                                                      unsigned stage, unsigned consumer, int row, int column,
                                                      unsigned warp, unsigned lane) {
         const SmemAddr bias_smem = base + AT + stage * STAGE_BYTES + consumer * Tile::BYTES;
-        const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
         for (int step = 0; step < (BIAS_TILES ? BLOCK_N / 16 : 0); ++step) {
-            unsigned pair[4];  // 16 x 16 elements of the bias, in the layout of S
-            ldmatrix_x4(pair, bias_smem + Tile::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
+            unsigned packed[4];  // 16 x 16 elements of the bias, in the layout of S
+            ldmatrix_x4(packed, bias_smem + Tile::chunk(warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const float2 bias = unpack(pair[k]);
+                const float2 bias = unpack(packed[k]);
                 const int i = 8 * step + 2 * k;
-                S[i] = head.raw(S[i], at(i), bias.x);
-                S[i + 1] = head.raw(S[i + 1], at(i + 1), bias.y);
+                S[i] = head.raw(S[i], QueryRows::index(row, column, i), bias.x);
+                S[i + 1] = head.raw(S[i + 1], QueryRows::index(row, column, i + 1), bias.y);
             }
         }
     }

@@ -42,14 +42,14 @@ struct OutputBuffer {
             const SmemAddr slab_smem = O_smem + slab % SLABS * Outputs::SLAB_BYTES;
 #pragma unroll
             for (int step = 4 * slab; step < min(4 * (slab + SLABS_PER_STORE), SoftmaxState::O_REGISTERS / 8); ++step) {
-                unsigned pair[4];
+                unsigned packed[4];  // 16 x 16 elements: a slab is four steps, of eight registers each
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 8 * step + 2 * k;
-                    pair[k] = pack(softmax.O[i] * O_scale[k % 2], softmax.O[i + 1] * O_scale[k % 2]);
+                    packed[k] = pack(softmax.O[i] * O_scale[k % 2], softmax.O[i + 1] * O_scale[k % 2]);
                 }
                 const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
-                stmatrix_x4(slab_smem + offset, pair[0], pair[1], pair[2], pair[3]);
+                stmatrix_x4(slab_smem + offset, packed[0], packed[1], packed[2], packed[3]);
             }
             fence_proxy_async();
             __syncwarp();  // the slabs' 16 rows are complete before one lane stores them

@@ -5,14 +5,15 @@
 #include "tile_scheduler_fp8.cuh"
 
 // S becomes raw scores (score_mod.cuh), -INF where masked. row: the thread's first one; n0: first key of the tile;
-// fully_visible: keys that all rows of the warp see.
-__device__ __forceinline__ void score_mod_and_mask(float (&S)[BLOCK_N / 2], const Head& head, Range fully_visible,
+// fully_visible_keys: keys that all rows of the warp see.
+__device__ __forceinline__ void score_mod_and_mask(float (&S)[BLOCK_N / 2], const Head& head, Range fully_visible_keys,
                                                    int row, int n0, int q) {
     const int column = n0 + 2 * q;
+    // QueryRows::index, written out: the call gives other machine code with an element mask, which has not been timed.
     const auto at = [&](int i) { return ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2); };
 #pragma unroll
     for (int i = 0; i < (Head::HAS_SCORE_MOD ? BLOCK_N / 2 : 0); ++i) S[i] = head.raw(S[i], at(i));
-    if ((!Head::HAS_LEFT_BOUND || fully_visible.begin <= n0) && n0 + BLOCK_N <= fully_visible.end) return;
+    if ((!Head::HAS_LEFT_BOUND || fully_visible_keys.begin <= n0) && n0 + BLOCK_N <= fully_visible_keys.end) return;
     if (Head::ELEMENT_MASK) {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i)
@@ -24,8 +25,8 @@ __device__ __forceinline__ void score_mod_and_mask(float (&S)[BLOCK_N / 2], cons
     const int begin[2] = {seen[0].begin - column, seen[1].begin - column};
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {
-        if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
-        if (Head::HAS_LEFT_BOUND && i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+        if (QueryRows::column(i) >= end[QueryRows::row(i)]) S[i] = -INF;
+        if (Head::HAS_LEFT_BOUND && QueryRows::column(i) < begin[QueryRows::row(i)]) S[i] = -INF;
     }
 }
 

@@ -1,7 +1,8 @@
 // Masking of a wgmma accumulator of BLOCK_N columns. mask.cuh defines which keys a row sees. Lane 4 g + q of a warp has
-// rows g and g + 8 of 16, and columns 2q and 2q + 1 of every 8.
+// rows g and g + 8 of 16, and columns 2q and 2q + 1 of every 8 (QueryRows).
 #pragma once
 #include "score_mod.cuh"
+#include "softmax_rows.cuh"
 
 constexpr int LOOKUP_BATCH = 8;  // scores per iteration of a mask lookup; with more, the addresses spill
 static_assert(BLOCK_N / 2 % LOOKUP_BATCH == 0, "whole batches per tile");
@@ -22,9 +23,9 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
         unsigned batch[2] = {};
 #pragma unroll
         for (int i = 0; i < LOOKUP_BATCH; ++i) {
-            const ScoreIndex at(row, column + 4 * first, i / 2 % 2 * 8, i / 4 * 8 + i % 2);
+            const ScoreIndex at = QueryRows::index(row, column + 4 * first, i);
             const unsigned visible = head.visible(at.query_row(), at.key_col());
-            batch[i / 2 % 2] |= visible << (i / 4 * 2 + i % 2);
+            batch[QueryRows::row(i)] |= visible << (i / 4 * 2 + i % 2);
         }
         visible_bits[0] |= batch[0] << first, visible_bits[1] |= batch[1] << first;
     }
@@ -51,7 +52,9 @@ struct ElementBits {
                              ~(Head::HAS_LEFT_BOUND ? low_bits(begin - 32 * k) : 0u);
     }
     // Whether accumulator S[i] is visible.
-    __device__ __forceinline__ bool has(int i) const { return words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1; }
+    __device__ __forceinline__ bool has(int i) const {
+        return words[QueryRows::row(i)][i / 16] >> QueryRows::column(i % 16) & 1;
+    }
 };
 
 // The raw scores of S (score_mod.cuh); without HAS_SCORE_MOD S already is the raw score. row, column: the thread's
@@ -59,7 +62,7 @@ struct ElementBits {
 __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const Head& head, int row, int column) {
 #pragma unroll
     for (int i = 0; i < (Head::HAS_SCORE_MOD ? BLOCK_N / 2 : 0); ++i)
-        S[i] = head.raw(S[i], ScoreIndex(row, column, i / 2 % 2 * 8, i / 4 * 8 + i % 2));
+        S[i] = head.raw(S[i], QueryRows::index(row, column, i));
 }
 
 // Keys that the thread's rows, `row` and row + 8, see. They are computed once per work tile: if they were not
@@ -101,17 +104,17 @@ __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& 
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i)
-            if (!(visible_bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
+            if (!(visible_bits[QueryRows::row(i)] >> (i / 4 * 2 + i % 2) & 1)) S[i] = -INF;
     } else {
         if (at_end) {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i)
-                if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) S[i] = -INF;
+                if (QueryRows::column(i) >= end[QueryRows::row(i)]) S[i] = -INF;
         }
         if (at_begin) {
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 2; ++i)
-                if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) S[i] = -INF;
+                if (QueryRows::column(i) < begin[QueryRows::row(i)]) S[i] = -INF;
         }
     }
 }

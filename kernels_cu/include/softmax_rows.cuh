@@ -31,9 +31,14 @@ __device__ __forceinline__ float m_or_zero(float m) { return m == -INF ? 0.0f : 
 
 // Layouts of an accumulator. ROWS: the number of query rows of which a thread has elements; row(i): the one of register
 // i.
-struct QueryRows {  // S = Q K^T and O = P V: rows g and g + 8 of the warp's 16
+struct QueryRows {  // S = Q K^T and O = P V: rows g and g + 8 of the warp's 16, columns 2q and 2q + 1 of every 8
     static constexpr int ROWS = 2;
     static constexpr __device__ int row(int i) { return i / 2 % 2; }
+    static constexpr __device__ int column(int i) { return i / 4 * 8 + i % 2; }  // relative to the thread's first one
+    // Where S[i] is; query, key: of the thread's first element.
+    static __device__ __forceinline__ ScoreIndex index(int query, int key, int i) {
+        return {query, key, row(i) * 8, column(i)};
+    }
 };
 template <int QUERIES>
 struct QueryColumns {  // S^T = K Q^T and O^T = V^T P^T: columns 2q and 2q + 1 of every 8
