@@ -83,7 +83,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
     TileLists lists(smem + TILE_LISTS_AT);
     // STAGGERED implies a left window bound.
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
-        args.score, args.heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
+        args.score, args.batch_heads, args.H, args.group, args.tile_counter, [&](const WorkTile& tile) {
             if (!Head::HAS_BLOCK_MAP) return;
             const WorkTileRange work_tile(tile, args.score);
             const Head head(work_tile.sequence(args.score), work_tile.h());
@@ -280,8 +280,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
     const __grid_constant__ TensorMap bias_map,    // boxes of 64 rows, if BIAS_TILES
     int H,
-    int heads,  // B * H
-    int group,  // H / Hk
+    int batch_heads,  // B * H
+    int group,        // H / Hk
     const __grid_constant__ Score score,
     unsigned* tile_counter) {  // work tiles drawn so far, beyond the first of each block
     extern __shared__ __align__(1024) char smem[];
@@ -292,8 +292,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     __syncthreads();                                 // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
-    const Arguments args = {Q,          K,        V, O,     LSE,   Q_map, K_map,       V_map,
-                            O_warp_map, bias_map, H, heads, group, score, tile_counter};
+    const Arguments args = {Q,          K,        V, O,           LSE,   Q_map, K_map,       V_map,
+                            O_warp_map, bias_map, H, batch_heads, group, score, tile_counter};
 
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

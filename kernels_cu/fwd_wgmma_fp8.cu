@@ -335,8 +335,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     const __grid_constant__ TensorMap Q_map,        // boxes of 64 rows
     const __grid_constant__ TensorMap K_map,        // boxes of BLOCK_N rows
     const __grid_constant__ TensorMap V_map, int H,
-    int heads,  // B * H
-    int group,  // H / Hk
+    int batch_heads,  // B * H
+    int group,        // H / Hk
     const __grid_constant__ Score score,
     int full_wave_tiles,  // work tiles that are not split (stream-K)
     float* partials) {    // per block: four counters, O; stream-K: partial O
@@ -349,7 +349,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma_fp8(
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == 0 && elect()) {
-            load_work_tiles(smem, base, Q, K, V, Q_map, K_map, V_map, heads, H, group, full_wave_tiles, partials,
+            load_work_tiles(smem, base, Q, K, V, Q_map, K_map, V_map, batch_heads, H, group, full_wave_tiles, partials,
                             score);
         } else if (warp >= 4 - TRANSPOSE_WARPS) {
             transpose_tiles(smem, base, warp, lane);

@@ -6,7 +6,7 @@
 
 __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
-static_assert(PAGE_BOX % 8 == 0, "a box begins where the swizzle does");
+static_assert(PAGE_BOX % 8 == 0, "a box begins at a multiple of 8 rows, the period of the swizzle");
 
 // Loads the key tiles of one work tile; used by one thread. WorkTileRange::load_key_tiles calls load_K and load_V.
 struct KeyTileLoader {

@@ -7,11 +7,11 @@
 __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const View<const dtype>& Q,
                                                 const View<const dtype>& K, const View<const dtype_v>& V,
                                                 const TensorMap& Q_map, const TensorMap& K_map, const TensorMap& V_map,
-                                                unsigned heads, int H, int group, int full_wave_tiles, float* partials,
-                                                const Score& score) {
+                                                unsigned batch_heads, int H, int group, int full_wave_tiles,
+                                                float* partials, const Score& score) {
     unsigned work_tiles = 0, pipe_index = 0;  // earlier work tiles, and key tiles of these
     unsigned* const has_tile = reinterpret_cast<unsigned*>(smem + HAS_TILE_AT);
-    for_each_fp8_work_tile(heads, H, full_wave_tiles, partials, score, [&](const Fp8WorkTileRange& work_tile) {
+    for_each_fp8_work_tile(batch_heads, H, full_wave_tiles, partials, score, [&](const Fp8WorkTileRange& work_tile) {
         const int h = work_tile.h / group, b = work_tile.b;
         const SeqlenInfo sequence(score, b);
         const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const auto& tensor, unsigned tile,

@@ -11,10 +11,14 @@
 
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16 * 16;  // padded with zeros
-// The scheduler warp needs more registers to read a block map; three or four consumers leave none for it.
-constexpr bool READS_BLOCK_MAP = Head::HAS_BLOCK_MAP && CONSUMERS < 3;
-constexpr int PRODUCER_REGISTERS = READS_BLOCK_MAP ? 72 : CONSUMERS >= 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = READS_BLOCK_MAP ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
+// Registers per thread for setmaxnreg. To read a block map, the scheduler warp needs more; three or four consumers
+// leave none for it.
+constexpr bool MORE_PRODUCER_REGISTERS = Head::HAS_BLOCK_MAP && CONSUMERS < 3;
+constexpr int PRODUCER_REGISTERS = MORE_PRODUCER_REGISTERS ? 72 : CONSUMERS >= 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = MORE_PRODUCER_REGISTERS ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
+static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0 &&
+                  128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536,
+              "setmaxnreg: multiples of 8, and an SM has 65536 registers");
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "BLOCK_N is a multiple of 16 (wgmma steps), at most 256");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0,
@@ -50,12 +54,12 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-struct Arguments {  // of the kernel
+struct Arguments {  // parameters of fwd_wgmma
     const View<const dtype>&Q, &K, &V;
     const View<dtype>& O;
     float* LSE;
     const TensorMap &Q_map, &K_map, &V_map, &O_warp_map, &bias_map;
-    int H, heads, group;
+    int H, batch_heads, group;
     const Score& score;
     unsigned* tile_counter;
 };

@@ -42,23 +42,24 @@ __device__ __forceinline__ int first_own_tile(const Fp8WorkTileRange& work_tile,
 // so that all blocks have the same number of them. The first full_wave_tiles work tiles are processed whole, the others
 // by stream-K (stream_k.cuh).
 template <class F>
-__device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, unsigned full_wave_tiles, float* partials,
-                                                       const Score& score, F f) {
+__device__ __forceinline__ void for_each_fp8_work_tile(unsigned batch_heads, int H, unsigned full_wave_tiles,
+                                                       float* partials, const Score& score, F f) {
     const unsigned tiles = query_tiles<BLOCK_M>(score);
 #if RAGGED
-    for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
+    for_each_work_tile(tiles, batch_heads, [&](unsigned tile, int batch_head) {
         const RowTile tile_rows = query_tile<BLOCK_M>(score, tile, 0);
         if (!tile_rows.invalid())
-            f(Fp8WorkTileRange({tile_rows.b, head, tile_rows.row0, tile_rows.row0 + BLOCK_M}, score));
+            f(Fp8WorkTileRange({tile_rows.b, batch_head, tile_rows.row0, tile_rows.row0 + BLOCK_M}, score));
     });
 #else
-    const auto work_tile = [&](int head, int row, Range split = {}, int first = 0, int block = 0) {
-        return Fp8WorkTileRange({head / H, head % H, max(row, 0), row + BLOCK_M, split, first, block}, score);
+    const auto work_tile = [&](int batch_head, int row, Range split = {}, int first = 0, int block = 0) {
+        return Fp8WorkTileRange({batch_head / H, batch_head % H, max(row, 0), row + BLOCK_M, split, first, block},
+                                score);
     };
     if constexpr (CAUSAL) {
         const int beyond = tiles * BLOCK_M - (score.Sq + 63) / 64 * 64;
-        for_each_work_tile(tiles, heads, [&](unsigned tile, int head) {
-            f(work_tile(head, static_cast<int>(tile * BLOCK_M) - beyond));
+        for_each_work_tile(tiles, batch_heads, [&](unsigned tile, int batch_head) {
+            f(work_tile(batch_head, static_cast<int>(tile * BLOCK_M) - beyond));
         });
     } else {
         const int keys = (score.Sk + BLOCK_N - 1) / BLOCK_N;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned heads, int H, un
              wave += gridDim.x, in_wave = in_wave + 1 < gridDim.x ? in_wave + 1 : 0)
             if (const unsigned i = wave + in_wave; i < full_wave_tiles)
                 f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, keys}));
-        if (const unsigned count = heads * tiles - full_wave_tiles; STREAM_K && count > 0) {
+        if (const unsigned count = batch_heads * tiles - full_wave_tiles; STREAM_K && count > 0) {
             const unsigned block = draw_ticket(partials);
             for_each_stream_k_range(block, count, keys, [&](unsigned split_tile, Range split, unsigned first) {
                 const unsigned i = full_wave_tiles + split_tile;
