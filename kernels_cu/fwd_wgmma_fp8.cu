@@ -1,6 +1,7 @@
 // Rung 4 for float8: persistent, warp-specialised attention forward on Hopper: wgmma of 8 bits (k = 32), fed by TMA.
 //
-// As fwd_wgmma: one producer warpgroup, and consumer warpgroups of 64 query rows each. What 8 bits change:
+// As fwd_wgmma (docs/hopper-forward.md): one producer warpgroup, and consumer warpgroups of 64 query rows each. What 8
+// bits change:
 //
 // clang-format off
 //   producer, warp 0       K0 V0 Q  K1 V1  K2 V2 ...       one thread runs the tile scheduler and loads Q, K and V
