@@ -56,7 +56,7 @@
 
 // Both consumers work on the same 64 keys; each owns half of the columns of dK, dV and dQ.
 constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;
-constexpr bool BIAS_TILES = BIAS & 8;  // the bias has a tensor map
+constexpr bool BIAS_TILES = BIAS_HAS_TENSOR_MAP;  // the bias has a tensor map
 // Whether the mask is applied to P, not to S: with a score modification that has a derivative. Reason: with a mask of
 // S, ptxas packs the derivatives to 16 bits after the mask's branch. S and 32-bit derivatives are then live at the same
 // time, and registers spill.

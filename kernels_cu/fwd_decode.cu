@@ -165,10 +165,11 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
         for (int half = 0; half < 2; ++half) {
             const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
             const Head head(seqlen, row.h);
-            scales_log2[mt][half] = DESCALE % 4 ? head.softmax_scale * Head::LOG2E : scale_log2;
+            scales_log2[mt][half] = DESCALE_Q || DESCALE_K ? head.softmax_scale * Head::LOG2E : scale_log2;
             lane_max[mt][half] = score_mod_and_mask(S[mt], half, head, row.i, 0, n0 + 2 * q, masked);
-            exceeds |= lane_max[mt][half] >
-                       state.m[mt][half] + (DESCALE % 4 ? RESCALE_THRESHOLD / scales_log2[mt][half] : margin);
+            exceeds |=
+                lane_max[mt][half] >
+                state.m[mt][half] + (DESCALE_Q || DESCALE_K ? RESCALE_THRESHOLD / scales_log2[mt][half] : margin);
         }
     }
     if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, scales_log2);

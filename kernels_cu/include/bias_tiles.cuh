@@ -6,7 +6,7 @@
 #include "softmax_rows.cuh"
 #include "swizzle.cuh"
 
-constexpr bool BIAS_TILES = BIAS & 8;  // bits of BIAS: score.cuh
+constexpr bool BIAS_TILES = BIAS_HAS_TENSOR_MAP;  // score.cuh
 
 // STAGES stages at byte AT of shared memory.
 template <unsigned AT>

@@ -68,7 +68,7 @@ struct Mask : SeqlenInfo {
     __device__ __forceinline__ bool mask_allows(int query_row, int key_col) const {
         bool allowed = true;
 #if MASK
-        allowed = mask[query_row * score.mask.stride_i + (MASK & 4 ? 0 : key_col)];
+        allowed = mask[query_row * score.mask.stride_i + (MASK_SAME_FOR_KEYS ? 0 : key_col)];
 #endif
 #if SCORE_SNIPPET
         if (Snippet::HAS_MASK_MOD) allowed = allowed && score.snippet.new_mask(b, h, query_row, key_col, Sq, Sk);

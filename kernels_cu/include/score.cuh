@@ -53,15 +53,24 @@
 #define SCORE_BYTES 16
 #endif
 
+// The bits of these masks.
+#define BIAS_FP32 (BIAS % 4 == 2)
+#define BIAS_SAME_FOR_KEYS (BIAS & 4)
+#define BIAS_HAS_TENSOR_MAP (BIAS & 8)
+#define MASK_SAME_FOR_KEYS (MASK & 4)
+#define DESCALE_Q (DESCALE & 1)
+#define DESCALE_K (DESCALE & 2)
+#define DESCALE_V (DESCALE & 4)
+
 // A tensor that broadcasts to (B, H, Sq, Sk). Strides in elements, 0 in a broadcast dimension. The stride in Sk is 1,
-// or 0 with BIAS & 4, MASK & 4.
+// or 0 with BIAS_SAME_FOR_KEYS, MASK_SAME_FOR_KEYS.
 template <class T>
 struct Broadcast {
     const T* data;
     long long stride_b, stride_h, stride_i;
     __device__ __forceinline__ const T* head(int b, int h) const { return data + b * stride_b + h * stride_h; }
 };
-#if BIAS % 4 == 2
+#if BIAS_FP32
 using bias_t = float;
 #else
 using bias_t = dtype_o;
@@ -169,13 +178,13 @@ struct Score {
 #if DROPOUT
     const unsigned long long* seed;  // one element
 #endif
-#if DESCALE & 1
+#if DESCALE_Q
     HeadFactors descale_q;
 #endif
-#if DESCALE & 2
+#if DESCALE_K
     HeadFactors descale_k;
 #endif
-#if DESCALE & 4
+#if DESCALE_V
     HeadFactors descale_v;
 #endif
 #if BLOCK_MAP

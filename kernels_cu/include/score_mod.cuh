@@ -72,10 +72,10 @@ struct Head : Mask {
     static constexpr float MIN_SCALE = 1e-20f;
 
     float softmax_scale, inverse_softmax_scale;  // raw * softmax_scale = x
-#if DESCALE % 4
+#if DESCALE_Q || DESCALE_K
     float scale;  // of this head
 #endif
-#if DESCALE & 4
+#if DESCALE_V
     float descale;
 #endif
 #if ALIBI
@@ -109,18 +109,18 @@ struct Head : Mask {
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}
     __device__ __forceinline__ Head(const SeqlenInfo& sequence, int h)
         : Mask(sequence, h), softmax_scale(softmax_scale_of(score)) {
-#if DESCALE % 4
+#if DESCALE_Q || DESCALE_K
         scale = score.scale;
-#if DESCALE & 1
+#if DESCALE_Q
         scale *= score.descale_q(b, h);
 #endif
-#if DESCALE & 2
+#if DESCALE_K
         scale *= score.descale_k(b, h / score.group);
 #endif
         if (fabsf(scale) < MIN_SCALE) scale = MIN_SCALE;
         if (!SOFTCAP && !Snippet::HAS_SCORE_MOD) softmax_scale = scale;
 #endif
-#if DESCALE & 4
+#if DESCALE_V
         descale = score.descale_v(b, h / score.group);
 #endif
         if (HAS_SCORE_MOD) inverse_softmax_scale = 1.0f / softmax_scale;
@@ -143,7 +143,7 @@ struct Head : Mask {
     __device__ __forceinline__ float bias_of(ScoreIndex at) const {
 #if BIAS
         const bias_t* const row = bias + min(at.query_row(), Sq - 1) * score.bias.stride_i;
-        return BIAS & 4 ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
+        return BIAS_SAME_FOR_KEYS ? to_float(*row) : at.key_col() < Sk ? to_float(row[at.key_col()]) : 0.0f;
 #else
         return 0.0f;
 #endif
@@ -244,14 +244,14 @@ struct Head : Mask {
 
     // The factors of this head: of q . k, and of O (the descale of V).
     __device__ __forceinline__ float head_scale() const {
-#if DESCALE % 4
+#if DESCALE_Q || DESCALE_K
         return scale;
 #else
         return score.scale;
 #endif
     }
     __device__ __forceinline__ float head_descale() const {
-#if DESCALE & 4
+#if DESCALE_V
         return descale;
 #elif DESCALE
         return score.descale;

@@ -5,7 +5,8 @@
 
 // Stream-K: work tiles that do not fill a wave are split by key tiles. Not with options that need registers (spills),
 // nor if the work tiles differ in length.
-constexpr bool STREAM_K = !Head::HAS_MASK && !RAGGED && !Head::HAS_SCORE_MOD && !DROPOUT && !(DESCALE & 7);
+constexpr bool STREAM_K =
+    !Head::HAS_MASK && !RAGGED && !Head::HAS_SCORE_MOD && !DROPOUT && !(DESCALE_Q || DESCALE_K || DESCALE_V);
 
 struct alignas(16) TileInfo {  // a work tile: query rows m0 .. end - 1 of head h of batch entry b; invalid if b < 0
     int b, h, m0, end;
