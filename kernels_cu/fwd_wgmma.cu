@@ -70,8 +70,8 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
             mbarrier_wait(EmptyQ::at(base, consumer), scheduler.phase() ^ 1);  // ^ 1: as Pipeline::acquire
             TIMELINE(load_Q);
             Queries::load(base + consumer * Queries::BYTES, args.Q_map,
-                          sequence.tma_query_row(work_tile.row0 + 64 * consumer), h, sequence.tma_query_batch(b),
-                          FullQ::at(base, consumer));
+                          sequence.tma_query_row(work_tile.row0 + WARPGROUP_ROWS * consumer), h,
+                          sequence.tma_query_batch(b), FullQ::at(base, consumer));
         }
     }
 }

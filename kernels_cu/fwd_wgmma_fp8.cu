@@ -28,20 +28,20 @@
 #include "timeline.cuh"
 #include "transpose_V.cuh"
 
-constexpr int CONSUMERS = BLOCK_M / 64;
+constexpr int CONSUMERS = BLOCK_M / WARPGROUP_ROWS;
 constexpr unsigned THREADS = 128 * (1 + CONSUMERS);
 constexpr int D_PAD = (HEAD_DIM + 31) / 32 * 32;  // padded with zeros
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40, CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 constexpr unsigned TRANSPOSE_WARPS = 3;
 constexpr bool PING_PONG = CONSUMERS > 1;
-static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
+static_assert(BLOCK_M % WARPGROUP_ROWS == 0 && CONSUMERS <= 3, "64 rows for each consumer warpgroup");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps");
 static_assert((STAGES & STAGES - 1) == 0, "pipe_index keeps the work tile's parity in its highest bit");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 constexpr int SPLIT_TILES = SPLIT_KEYS / BLOCK_N;  // key tiles that O accumulates in the tensor cores
 
-using Queries = Swizzled<64, D_PAD, 1>;
+using Queries = Swizzled<WARPGROUP_ROWS, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
 using Values = Swizzled<BLOCK_N, HEAD_DIM_V, 1>;
 using Transposed = Swizzled<HEAD_DIM_V, BLOCK_N, 1>;
@@ -124,10 +124,11 @@ struct ConsumerWarpgroup {
                                                  unsigned pipe_index, const TileInfo& info)
         : args(args), base(base), warp(warp), lane(lane), consumer(warp / 4 - 1),
           own_turn(warp_scheduler_barrier(consumer)), next_turn(warp_scheduler_barrier((consumer + 1) % CONSUMERS)),
-          pipe_index(pipe_index), work_tile(uniform(info), args.score), warpgroup_row(work_tile.m0 + 64 * consumer),
-          warp_row(warpgroup_row + warp % 4 * 16), head(args.score, work_tile.b, work_tile.h),
-          scale_log2(head.softmax_scale * Head::LOG2E),
-          own_n_blocks(STREAM_K ? work_tile.n_blocks : n_block_range(head, warpgroup_row, warpgroup_row + 64)),
+          pipe_index(pipe_index), work_tile(uniform(info), args.score),
+          warpgroup_row(work_tile.m0 + WARPGROUP_ROWS * consumer), warp_row(warpgroup_row + warp % 4 * 16),
+          head(args.score, work_tile.b, work_tile.h), scale_log2(head.softmax_scale * Head::LOG2E),
+          own_n_blocks(STREAM_K ? work_tile.n_blocks
+                                : n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
           tiles(has_rows() ? own_n_blocks.end - own_n_blocks.begin : 0),
           first_own(first_own_tile(work_tile, own_n_blocks, tiles)), last(first_own + tiles - 1),
           fully_visible_keys(head.fully_visible_keys(warp_row, warp_row + 16)) {}
@@ -295,8 +296,8 @@ __device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInf
     // recomputed. Rare.
     if (named_barrier_or(consumer_barrier(consumer), 128,
                          !softmax.finite() || softmax.large(scaled.softmax_scale * Head::LOG2E)))
-        attend_non_finite<64, 4>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, info.b, info.h,
-                                 args.H, warpgroup_row, warp % 4);
+        attend_non_finite<WARPGROUP_ROWS, 4>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, info.b,
+                                             info.h, args.H, warpgroup_row, warp % 4);
     else store_O_and_LSE(softmax, info, scaled, args.O, args.LSE, args.H, lane % 4);
 }
 

@@ -5,14 +5,15 @@
 #include "score_mod.cuh"
 #include "softmax_rows.cuh"
 #include "swizzle.cuh"
+#include "work_tile.cuh"
 
 constexpr bool BIAS_TILES = BIAS_HAS_TENSOR_MAP;  // score.cuh
 
 // STAGES stages at byte AT of shared memory.
 template <unsigned AT>
 struct BiasTiles {
-    using Tile = Swizzled<64, BLOCK_N>;
-    static constexpr unsigned STAGE_BYTES = BIAS_TILES ? BLOCK_M / 64 * Tile::BYTES : 0;
+    using Tile = Swizzled<WARPGROUP_ROWS, BLOCK_N>;
+    static constexpr unsigned STAGE_BYTES = BIAS_TILES ? BLOCK_M / WARPGROUP_ROWS * Tile::BYTES : 0;
     static constexpr unsigned END = AT + STAGES * STAGE_BYTES;
 
     // Loads the bias of query rows row0 .. and keys n0 .. of head (b, h). It completes on the barrier of K, which
@@ -22,9 +23,9 @@ struct BiasTiles {
 #if BIAS
         const int h = score.bias.stride_h ? work_tile_h : 0, b = score.bias.stride_b ? work_tile_b : 0;
 #pragma unroll 1
-        for (int consumer = 0; consumer < BLOCK_M / 64; ++consumer)
-            Tile::load_part(base + AT + stage * STAGE_BYTES + consumer * Tile::BYTES, map, n0, row0 + 64 * consumer, h,
-                            b, barrier);
+        for (int consumer = 0; consumer < BLOCK_M / WARPGROUP_ROWS; ++consumer)
+            Tile::load_part(base + AT + stage * STAGE_BYTES + consumer * Tile::BYTES, map, n0,
+                            row0 + WARPGROUP_ROWS * consumer, h, b, barrier);
 #endif
     }
 

@@ -7,12 +7,12 @@
 // next one is found, or at the end.
 #pragma once
 #include <hopper.cuh>
-#include "score_mod.cuh"
+#include "work_tile.cuh"
 
 // A list entry is a word: the tile's n_block, whether it is the work tile's last one, and, in the lowest bits, for each
 // consumer whether the block map allows all keys of the tile to all of its rows.
 namespace list_entry {
-constexpr unsigned LAST_FLAG = 1 << BLOCK_M / 64, N_BLOCK_UNIT = 2 * LAST_FLAG;
+constexpr unsigned LAST_FLAG = 1 << BLOCK_M / WARPGROUP_ROWS, N_BLOCK_UNIT = 2 * LAST_FLAG;
 __device__ __forceinline__ int n_block(unsigned entry) { return entry / N_BLOCK_UNIT; }
 __device__ __forceinline__ bool is_last(unsigned entry) { return entry & LAST_FLAG; }
 __device__ __forceinline__ bool all_allowed(unsigned entry, unsigned consumer) { return entry >> consumer & 1; }
@@ -56,8 +56,8 @@ struct TileLists {
             bool visible = false;
             unsigned entry = tile * list_entry::N_BLOCK_UNIT;
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 64; ++i) {
-                const Head::MapTile map_tile = head.map_tile<BLOCK_N>(m0 + 64 * i, tile * BLOCK_N);
+            for (int i = 0; i < BLOCK_M / WARPGROUP_ROWS; ++i) {
+                const Head::MapTile map_tile = head.map_tile<BLOCK_N>(m0 + WARPGROUP_ROWS * i, tile * BLOCK_N);
                 visible |= map_tile.some_visible;
                 entry |= map_tile.fully_visible << i;
             }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
             mbarrier_wait(EmptyQ::at(base, consumer), work_tiles % 2 ^ 1);
             tile_info(smem, consumer, work_tiles % 2) = work_tile;
             load_query_tile<Queries>(base + consumer * Queries::BYTES, Q_map, Q, sequence, b, work_tile.h,
-                                     work_tile.m0 + 64 * consumer, FullQ::at(base, consumer));
+                                     work_tile.m0 + WARPGROUP_ROWS * consumer, FullQ::at(base, consumer));
         }
         ++work_tiles;
         load_KV(1, work_tile.tiles);

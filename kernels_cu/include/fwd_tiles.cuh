@@ -19,17 +19,18 @@ constexpr int CONSUMER_REGISTERS = MORE_PRODUCER_REGISTERS ? 216 : CONSUMERS == 
 static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0 &&
                   128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536,
               "setmaxnreg: multiples of 8, and an SM has 65536 registers");
-static_assert(BLOCK_M % 64 == 0 && CONSUMERS <= 4, "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");
+static_assert(BLOCK_M % WARPGROUP_ROWS == 0 && CONSUMERS <= 4,
+              "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256, "BLOCK_N is a multiple of 16 (wgmma steps), at most 256");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0,
               "head dimensions are multiples of 8: TMA needs rows of a multiple of 16 bytes");
 
 // ---- shared memory: the tiles, then the mbarriers
 
-using Queries = Swizzled<64, D_PAD>;
+using Queries = Swizzled<WARPGROUP_ROWS, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
-using Outputs = Swizzled<64, DV_PAD>;
+using Outputs = Swizzled<WARPGROUP_ROWS, DV_PAD>;
 
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 using Bias = BiasTiles<V_AT + STAGES * Values::BYTES>;

@@ -9,7 +9,7 @@
 #include "tile_scheduler.cuh"
 #include "block_sparse.cuh"
 
-constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
+constexpr int CONSUMERS = BLOCK_M / WARPGROUP_ROWS;  // consumer warpgroups
 
 // Visit the key tiles in descending order. With ALiBi and a causal mask, the last keys of a row have the largest
 // biases, so rescaling (softmax.cuh) becomes rare.
@@ -21,7 +21,7 @@ constexpr int CONSUMERS = BLOCK_M / 64;  // wgmma has 64 rows
 // consumer starts with the first tile that it sees: it drains the tiles before it without ping-pong, and those after
 // its last tile when its O is stored. All consumers then start together, if there are enough pipeline stages (window of
 // 1024: 553 instead of 537 TFLOP/s; with only two stages 464).
-constexpr unsigned WINDOW_SKEW = (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N;
+constexpr unsigned WINDOW_SKEW = (BLOCK_M - WARPGROUP_ROWS + BLOCK_N - 1) / BLOCK_N;
 constexpr bool STAGGERED =
     Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
@@ -105,9 +105,9 @@ struct ConsumerTiles : WorkTileRange {
     const Range fully_visible_keys;  // keys that all rows of the warp see
 
     __device__ __forceinline__ ConsumerTiles(const WorkTile& tile, unsigned warp, const Score& score)
-        : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1), warpgroup_row(row0 + 64 * consumer),
-          warp_row(warpgroup_row + warp % 4 * 16), head(sequence(score), h()),
-          own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + 64)),
+        : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1),
+          warpgroup_row(row0 + WARPGROUP_ROWS * consumer), warp_row(warpgroup_row + warp % 4 * 16),
+          head(sequence(score), h()), own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
           own_tiles(Head::HAS_BLOCK_MAP       ? tiles
                     : warpgroup_row < head.Sq ? own_n_blocks.end - own_n_blocks.begin
                                               : 0),

@@ -32,15 +32,16 @@ __device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {
     if (STAGGERED) {
         int min_tiles = UNBOUNDED;
 #pragma unroll
-        for (int m0 = work_tile.row0; m0 < work_tile.row0 + BLOCK_M; m0 += 64) {
-            const Range own = n_block_range(head, m0, m0 + 64);
-            min_tiles = min(min_tiles, m0 < head.Sq ? own.end - own.begin : 0);
+        for (int warpgroup_row = work_tile.row0; warpgroup_row < work_tile.row0 + BLOCK_M;
+             warpgroup_row += WARPGROUP_ROWS) {
+            const Range own_n_blocks = n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS);
+            min_tiles = min(min_tiles, warpgroup_row < head.Sq ? own_n_blocks.end - own_n_blocks.begin : 0);
         }
         return work_tile.first_own + min_tiles;
     }
     if (CONSUMERS < 4) return CONSUMERS > 1 ? UNBOUNDED : 0;
-    if (work_tile.row0 + BLOCK_M - 64 >= head.Sq) return 0;  // the last consumer has no rows
-    const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + 64);
+    if (work_tile.row0 + BLOCK_M - WARPGROUP_ROWS >= head.Sq) return 0;  // the last consumer has no rows
+    const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + WARPGROUP_ROWS);
     const int tiles = first.end - first.begin;
     return work_tile.first_own_tile(first, tiles) + tiles;
 }

@@ -3,6 +3,8 @@
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
+constexpr int WARPGROUP_ROWS = 64;  // query rows of a consumer warpgroup: M of wgmma
+
 // A work tile: query rows (KeyTileOrder: key rows) from row0 on of head h() of batch entry b; invalid if b < 0.
 // batch_head: the index of the head in LSE, over all batch entries; in a ragged batch, whose tensors have one batch
 // entry, it is the head.
