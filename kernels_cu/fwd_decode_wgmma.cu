@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& 
                                         int Hk, int group, const Score& score) {
     unsigned next_pipe_index = 0;  // index in the pipeline of the next key tile
 #pragma unroll 1
-    for (int number = blockIdx.x; number < work_tiles; number += gridDim.x) {
-        const PackedWorkTile work_tile(number, row_tiles, Hk, group, score);
+    for (int tile_index = blockIdx.x; tile_index < work_tiles; tile_index += gridDim.x) {
+        const PackedWorkTile work_tile(tile_index, row_tiles, Hk, group, score);
         // The tensor map of a broadcast dimension (stride 0) has size 1.
         const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
                               unsigned tile, int j) {
@@ -285,11 +285,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
             if (work_tile.tiles > 0) consumer.release_V(next_pipe_index - 1);
         }
 
-        const int number = work_tile.number(row_tiles, Hk) + gridDim.x;
-        const bool more = number < work_tiles;
+        const int tile_index = work_tile.index(row_tiles, Hk) + gridDim.x;
+        const bool has_next = tile_index < work_tiles;
         PackedWorkTile next = work_tile;
-        if (more) {
-            next = PackedWorkTile(number, row_tiles, Hk, group, score);
+        if (has_next) {
+            next = PackedWorkTile(tile_index, row_tiles, Hk, group, score);
             // Every warp has read the current Q: it passed the barrier after the last P.
             load_packed_rows<Queries, HEAD_DIM, CONSUMER_THREADS>(base, Q, next, score);
         }
@@ -335,7 +335,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                     finalize(head, row, row_maxima[row]).lse;
             }
         }
-        if (!more) return;
+        if (!has_next) return;
         work_tile = next;
     }
 }

@@ -1,7 +1,7 @@
 // Tiles of rows, and the offsets of a ragged batch, from which a block finds the rows of its tile.
 //
 // The host does not know the offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin
-// at number cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile numbers; those that it does not need are
+// at index cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile indices; those that it does not need are
 // invalid tiles. A block finds the sequence of its tile by binary search.
 #pragma once
 
@@ -48,34 +48,34 @@ struct Offsets {
     }  // in the grid
 
     template <int ROWS>
-    __device__ __forceinline__ RowTile tile(int number, int qhead_per_khead = 1) const {
+    __device__ __forceinline__ RowTile tile(int tile_index, int qhead_per_khead = 1) const {
         if (CHECKED) check();
         int b = 0, end = count;
         while (end - b > 1) {
             const int middle = (b + end) / 2;
-            if (first_tile<ROWS>(middle, qhead_per_khead) <= number) b = middle;
+            if (first_tile<ROWS>(middle, qhead_per_khead) <= tile_index) b = middle;
             else end = middle;
         }
-        return tile_of<ROWS>(b, number, qhead_per_khead);
+        return tile_of<ROWS>(b, tile_index, qhead_per_khead);
     }
     // The same, called by all lanes of a warp: tests 32 sequences at a time. A binary search waits for memory in every
     // step.
     template <int ROWS>
-    __device__ __forceinline__ RowTile tile_by_warp(int number) const {
+    __device__ __forceinline__ RowTile tile_by_warp(int tile_index) const {
         if (CHECKED) check();
         int b = 0;
         for (int b0 = 0; b0 < count; b0 += 32) {
             const int candidate = b0 + threadIdx.x % 32;
             const unsigned before =
-                __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= number);
+                __ballot_sync(0xffffffffu, candidate < count && first_tile<ROWS>(candidate) <= tile_index);
             if (before) b = b0 + 31 - __clz(before);
             if (before != 0xffffffffu) break;
         }
-        return tile_of<ROWS>(b, number);
+        return tile_of<ROWS>(b, tile_index);
     }
     template <int ROWS>
-    __device__ __forceinline__ RowTile tile_of(int b, int number, int qhead_per_khead = 1) const {
-        const int tile = number - first_tile<ROWS>(b, qhead_per_khead), row0 = tile * ROWS;
+    __device__ __forceinline__ RowTile tile_of(int b, int tile_index, int qhead_per_khead = 1) const {
+        const int tile = tile_index - first_tile<ROWS>(b, qhead_per_khead), row0 = tile * ROWS;
         return tile >= 0 && row0 < length(b) * qhead_per_khead ? RowTile{b, row0} : RowTile{-1, 0};
     }
 

@@ -17,18 +17,19 @@
 // Whether all accumulators are finite: 0 * x is then 0, otherwise NaN. CHAINS dependency chains, one or four.
 template <int CHAINS = 1, int N>
 __device__ __forceinline__ bool all_finite(const float (&accum)[N]) {
-    float zero[4] = {};
+    float nan_or_zero[4] = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) zero[i % CHAINS] = fmaf(accum[i], 0.0f, zero[i % CHAINS]);
-    return (CHAINS == 1 ? zero[0] : (zero[0] + zero[1]) + (zero[2] + zero[3])) == 0.0f;
+    for (int i = 0; i < N; ++i) nan_or_zero[i % CHAINS] = fmaf(accum[i], 0.0f, nan_or_zero[i % CHAINS]);
+    return (CHAINS == 1 ? nan_or_zero[0] : (nan_or_zero[0] + nan_or_zero[1]) + (nan_or_zero[2] + nan_or_zero[3])) ==
+           0.0f;
 }
 template <int M_TILES, int N_TILES>
 __device__ __forceinline__ bool all_finite(const float (&accum)[M_TILES][N_TILES][4]) {
-    float zero = 0.0f;
+    float nan_or_zero = 0.0f;
 #pragma unroll
     for (int i = 0; i < M_TILES * N_TILES * 4; ++i)
-        zero = fmaf(accum[i / (N_TILES * 4)][i / 4 % N_TILES][i % 4], 0.0f, zero);
-    return zero == 0.0f;
+        nan_or_zero = fmaf(accum[i / (N_TILES * 4)][i / 4 % N_TILES][i % 4], 0.0f, nan_or_zero);
+    return nan_or_zero == 0.0f;
 }
 
 // A lane has every 32nd column: at most this many.

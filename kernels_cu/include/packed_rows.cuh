@@ -7,9 +7,9 @@
 struct PackedWorkTile {
     int row0, rows_end, h, b, begin, tiles;
     int group, first_query, first_head;  // of row 0 of the tile: its query, and its head within the group
-    __device__ __forceinline__ PackedWorkTile(int number, int row_tiles, int Hk, int group, const Score& score)
+    __device__ __forceinline__ PackedWorkTile(int tile_index, int row_tiles, int Hk, int group, const Score& score)
         : group(group) {
-        row0 = number % row_tiles * BLOCK_M, h = number / row_tiles % Hk, b = number / row_tiles / Hk;
+        row0 = tile_index % row_tiles * BLOCK_M, h = tile_index / row_tiles % Hk, b = tile_index / row_tiles / Hk;
         first_query = row0 / group, first_head = row0 % group;
         const Head group_head(score, b, h * group);
         rows_end = min(row0 + BLOCK_M, group_head.Sq * group);
@@ -17,7 +17,7 @@ struct PackedWorkTile {
         begin = keys.begin / BLOCK_N;
         tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
     }
-    __device__ __forceinline__ int number(int row_tiles, int Hk) const {
+    __device__ __forceinline__ int index(int row_tiles, int Hk) const {
         return (b * Hk + h) * row_tiles + row0 / BLOCK_M;
     }
     __device__ __forceinline__ int end_of_queries() const { return query(rows_end - 1 - row0) + 1; }

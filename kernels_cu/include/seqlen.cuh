@@ -42,7 +42,7 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 #endif
 }
 
-// Tile number x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged
+// Tile x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged
 // batch.
 template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int qhead_per_khead = 1) {

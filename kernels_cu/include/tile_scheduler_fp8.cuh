@@ -12,7 +12,7 @@ struct alignas(16) TileInfo {  // a work tile: query rows m0 .. end - 1 of head 
     int b, h, m0, end;
     Range split;  // stream-K: this block's range of key tiles
     int first;    // stream-K, if split.begin > 0: the first block that has key tiles of this work tile
-    int block;    // stream-K: the number of this block
+    int block;    // stream-K: this block's index in the order of the tickets
 };
 __device__ __forceinline__ TileInfo uniform(const TileInfo& info) {  // uniform over the warp
     const auto same = [](int x) { return static_cast<int>(uniform(static_cast<unsigned>(x))); };
