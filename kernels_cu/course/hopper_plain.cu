@@ -1,14 +1,14 @@
 // Step 0 of the Hopper ladder: the plain forward with warpgroup MMA (wgmma) and TMA. Read it before fwd_wgmma.cu.
 //
 // A block computes 64 query rows of one head. One thread, the producer, loads tiles of Q, K and V by TMA. One
-// warpgroup (128 threads), the consumer, multiplies and computes the softmax. K and V have one stage each, so the next
-// key tile loads only after the consumer has read the previous one.
+// warpgroup (128 threads), the consumer, multiplies and computes the softmax. K and V have one stage each: the next K
+// loads during softmax and P V, when Q K^T has read this one; the next V loads after P V.
 //
 // clang-format off
 //   producer      K0 V0       | K1         V1  | K2  ...      time ->
 //   consumer      |QK0 softmax PV0|   QK1 softmax PV1|  ...
 //
-//   shared memory: Q | K [STAGES] | V [STAGES] | mbarriers: K full, K empty, V full, V empty, Q full
+//   shared memory: Q | at byte K_AT: K [STAGES] | at V_AT: V [STAGES] | at BARRIERS_AT: mbarriers of K, V and Q
 // clang-format on
 //
 // Each stage has two mbarriers. "Full" completes when TMA has written the tile; the consumer waits for it. "Empty"
@@ -74,7 +74,7 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
 
         TIMELINE(wait_K);
         KPipeline::wait(base, j);
-        wgmma_fence();
+        wgmma_fence();  // the hardware: earlier accesses to registers of S and O precede those of wgmma
         TIMELINE(QK);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step)  // S = Q K^T
@@ -84,7 +84,7 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
         wgmma_wait<0>();
         warpgroup_fence_operand(S);
         TIMELINE(softmax);
-        if (lane == 0) KPipeline::release(base, j);
+        if (lane == 0) KPipeline::release(base, j);  // all lanes have waited: wgmma_wait is executed by the whole warp
 
         apply_mask(S, head, first_row + lane / 4, j * BLOCK_N, lane % 4, row_keys, fully_visible, true, {});
         softmax.raise_max(S, scale_log2, alpha);  // m and l
@@ -98,12 +98,12 @@ __device__ __forceinline__ void consume(SoftmaxState& softmax, SmemAddr base, co
         wgmma_fence();
         TIMELINE(PV);
 #pragma unroll
-        for (int step = 0; step < BLOCK_N / 16; ++step)  // O += P V; P is the A operand, in registers
+        for (int step = 0; step < BLOCK_N / 16; ++step)  // O += P V; A in registers has the layout of S
             wgmma<Order::MN_MAJOR>(softmax.O, P[step],
                                    Keys::mn_major(base + VPipeline::tile_at(j)) + Keys::mn_step(step), true);
         wgmma_commit();
         wgmma_wait<0>();
-        warpgroup_fence_operand(softmax.O);
+        warpgroup_fence_operand(softmax.O);  // the compiler: no access to O moves above the wait
         if (lane == 0) VPipeline::release(base, j);
     }
 }
@@ -141,7 +141,7 @@ extern "C" __global__ __launch_bounds__(256) void hopper_plain(
     TIMELINE(store);
     finalize_rows(softmax, head, LSE, b * H + h, row, lane % 4, O_scale);
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i += 2) {
+    for (int i = 0; i < HEAD_DIM / 2; i += 2) {  // O / l: two columns from registers; fwd_wgmma stores by TMA
         const int half = i / 2 % 2, column = i / 4 * 8 + lane % 4 * 2;
         if (row + 8 * half < head.Sq)
             *reinterpret_cast<unsigned*>(O.row(b, h, row + 8 * half) + column) =
