@@ -13,23 +13,25 @@ FIRST = Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, OVERLAP=OFF, PING_PONG=OFF, DEF
              BLOCKS=132)  # fmt: skip
 PLAIN = (  # of hopper_plain
     Step("plain", "one producer thread, one consumer warpgroup of 64 rows, one stage of K and V", (1.0, 1.0)),
-    Step("two stages", "the next key tile loads while the consumer computes", (1.3, 1.25), {"STAGES": 2}),
+    Step("two stages", "a second stage of K and of V: both load one key tile ahead", (1.3, 1.25), {"STAGES": 2}),
 )
 LADDER = (
     Step("two consumers", "two warpgroups share each key tile: one multiplies while the other computes exponentials",
          (1.5, 1.5)),
     Step("overlap", "Q K^T of a key tile is issued together with P V of the previous one", (1.1, 1.1),
          {"OVERLAP": ON}),
-    Step("ping-pong", "named barriers: consumers take turns with the tensor cores", (1.05, 1.03), {"PING_PONG": ON}),
-    Step("deferred rescaling", "m changes and O is rescaled only if a sum of P exceeds a limit", (1.08, 1.04),
+    Step("ping-pong", "named barriers (bar.sync): consumers take turns to issue products", (1.05, 1.03),
+         {"PING_PONG": ON}),
+    Step("deferred rescaling", "m changes and O is rescaled only if a thread's sum of P exceeds 16384", (1.08, 1.04),
          {"DEFERRED": ON}),
-    Step("TMA store", "O leaves through shared memory by TMA", (1.02, 1.02), {"TMA_STORE": ON}),
+    Step("TMA store", "O leaves through shared memory by TMA, instead of 4-byte stores from registers", (1.02, 1.02),
+         {"TMA_STORE": ON}),
     Step("persistent", "one block per SM, longest work tiles first: the next tile loads during the epilogue",
          (1.1, 1.1), {"SCHEDULE": 2}),
     Step("scheduler warp", "publishes the work tiles; causal: the blocks work on a few heads at a time, whose K and V"
          " stay in L2", (1.02, 1.05), {"SCHEDULE": 3}),
-    Step("three consumers", "192 rows share each key tile (D = 128: 80 keys per tile)", (1.05, 1.05),
-         {"BLOCK_M": 192}, {"BLOCK_N": 80}),
+    Step("three consumers", "192 rows share each key tile (D = 128: 80 keys per tile, to save registers)",
+         (1.05, 1.05), {"BLOCK_M": 192}, {"BLOCK_N": 80}),
 )  # fmt: skip
 
 
