@@ -212,7 +212,7 @@ def attention_paged(
 
 
 def _attend_pages(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
-    """(out, lse) of q, pages of k and v, and the arrays that `options.arrays` names."""
+    """(out, lse) of q, pages of k and v, and the arrays that `options.array_names` names."""
     if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):
         return run_forward(arrays, options)
     if options.descale:
@@ -257,7 +257,7 @@ def attention_backward(
 
 
 def _attend(arrays: tuple[Any, ...], options: Options, with_lse: bool) -> tuple[Any, Any]:
-    """(out, lse) of q, k, v and the arrays that `options.arrays` names; unless `with_lse`, lse may be None."""
+    """(out, lse) of q, k, v and the arrays that `options.array_names` names; unless `with_lse`, lse may be None."""
     library = library_of(arrays[0], "q")
     if found := known(library, "forward", options, arrays):
         plan, addresses, requires_grad = found

@@ -109,7 +109,7 @@ def _latent(which: str, addresses: Sequence[int]) -> bool:
 
 
 def run_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
-    """(out, lse) of q, k, v and the arrays that `options.arrays` names. The arrays must have memory (no fake
+    """(out, lse) of q, k, v and the arrays that `options.array_names` names. The arrays must have memory (no fake
     tensors); dispatch modes and tensor subclasses do not see the call."""
     if found := known(library_of(arrays[0]), "forward", options, arrays):
         plan, addresses, _ = found
@@ -125,7 +125,7 @@ def plan_forward(arrays: tuple[Any, ...], options: Options) -> tuple[Plan, tuple
 
 
 def run_backward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """dq, dk, dv and `options.gradients` of dout, q, k, v, out, lse and the arrays that `options.arrays` names.
+    """dq, dk, dv and `options.gradients` of dout, q, k, v, out, lse and the arrays that `options.array_names` names.
     See `run_forward`."""
     if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
@@ -149,7 +149,7 @@ def _planned(
     try:
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
-        names = options.arrays
+        names = options.array_names
         # The key contains the alignment of q, k and v, at most 16: some kernels copy them in smaller vectors. For a
         # bias (copied with a tensor map) and a block map (copied 16 bytes at a time), it contains whether they are
         # aligned.

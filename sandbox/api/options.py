@@ -87,7 +87,7 @@ class Options(NamedTuple):
     descale: tuple[float | None, ...] = ()  # of q, k, v: a number, or None for an array
     out_dtype: str = ""  # "": the default
     max_seqlen: tuple[int | None, int | None] | None = None  # of a ragged batch: of q, of k; None where it is not known
-    arrays: tuple[str, ...] = ()  # names of the arrays that follow q, k, v or dout, q, k, v, out, lse
+    array_names: tuple[str, ...] = ()  # names of the arrays that follow q, k, v or dout, q, k, v, out, lse
     gradients: tuple[str, ...] = ()  # results of a backward in addition to dq, dk, dv: "dbias", "dsink"
 
     @property
@@ -139,7 +139,7 @@ def backward_options(options: Options, deterministic: bool) -> Options:
 def collect(
     function: str, q: Any, causal: Any, scale: Any, keywords: Mapping[str, Any], known: frozenset[str] = FORWARD
 ) -> tuple[Options, tuple[Any, ...]]:
-    """(options, the arrays that `options.arrays` names) of the keyword arguments of a public function.
+    """(options, the arrays that `options.array_names` names) of the keyword arguments of a public function.
 
     A seed that is not an array becomes an array of q's library, on q's device; a seed of None is drawn there. Raises
     TypeError for a keyword argument that `function` does not have.
@@ -173,7 +173,7 @@ def collect(
     if keywords.get("descale") is not None:
         fields["descale"], tensors = _descale(keywords["descale"])
         arrays |= tensors
-    fields["arrays"] = tuple(arrays)
+    fields["array_names"] = tuple(arrays)
     return _new(Options, fields.values()), tuple(arrays.values())  # in half the time of the constructor
 
 
@@ -263,7 +263,7 @@ def _descale(descale: Any) -> tuple[tuple[float | None, ...], dict[str, Any]]:
 
 
 def no_derivative(name: str) -> str:
-    """The message for an option, or an array of `Options.arrays`, that requires a gradient and has none."""
+    """The message for an option, or an array of `Options.array_names`, that requires a gradient and has none."""
     tensor = name.removeprefix("score.")
     what = name if name == tensor else f"score's tensor {tensor}"
     other = _ALTERNATIVES.get(name if name == tensor else "score")
@@ -283,7 +283,7 @@ _ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
 def constants(options: Options, arrays: Sequence[Any]) -> list[tuple[str, Any]]:
     """(name, array) of each array after q, k, v for which attention computes no gradient. Without arrays of libraries
     that have no autograd, such as NumPy."""
-    more = zip(options.arrays, arrays[3:], strict=True)
+    more = zip(options.array_names, arrays[3:], strict=True)
     return [(name, x) for name, x in more if name not in DIFFERENTIABLE and hasattr(x, "requires_grad")]
 
 
@@ -297,18 +297,18 @@ def ragged(
     is kept only with a bias or a mask, whose last two dimensions it gives: otherwise calls that differ only in
     `max_seqlen` would need different plans. Raises SpecError for a number that is not an integer >= 0."""
     kept: tuple[int | None, int | None] = None, None
-    if not _BIAS_AND_MASK.isdisjoint(options.arrays):
+    if not _BIAS_AND_MASK.isdisjoint(options.array_names):
         queries, keys = (
             n if n is None else integer(f"max_seqlen_{which}", n, 0) for which, n in zip("qk", max_seqlen, strict=True)
         )
         kept = queries, keys
     names = CU_SEQLENS[: len(cu_seqlens)]
-    return replace(options, max_seqlen=kept, arrays=(*options.arrays, *names)), (*arrays, *cu_seqlens)
+    return replace(options, max_seqlen=kept, array_names=(*options.array_names, *names)), (*arrays, *cu_seqlens)
 
 
 def paged(options: Options, arrays: tuple[Any, ...], block_table: Any) -> tuple[Options, tuple[Any, ...]]:
     """`options` and `arrays`, with the block table of a paged batch."""
-    return replace(options, arrays=(*options.arrays, BLOCK_TABLE)), (*arrays, block_table)
+    return replace(options, array_names=(*options.array_names, BLOCK_TABLE)), (*arrays, block_table)
 
 
 def for_backward(
@@ -317,5 +317,5 @@ def for_backward(
     """`options` and `arrays`, with the gradient of LSE if it is not None, and with `gradients` as additional
     results."""
     if dlse is not None:
-        options, arrays = replace(options, arrays=("dlse", *options.arrays)), (dlse, *arrays)
+        options, arrays = replace(options, array_names=("dlse", *options.array_names)), (dlse, *arrays)
     return (replace(options, gradients=gradients) if gradients else options), arrays

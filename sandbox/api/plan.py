@@ -47,7 +47,7 @@ def forward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., t
 
     Raises what `attention_forward` raises. The plan keeps none of the arrays alive.
     """
-    names = (*_FORWARD, *options.arrays)
+    names = (*_FORWARD, *options.array_names)
     library, views = _views(names, arrays)
     problem = problem_of(views, options)
     if copied := unreadable(views, problem):
@@ -60,7 +60,7 @@ def forward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., t
 def backward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., tuple[Any, ...]]) -> Plan:
     """The plan of dout, q, k, v, out, lse and so on, as `forward_plan`. The log reports once which arrays are copied at
     each call."""
-    names = (*_BACKWARD, *options.arrays)
+    names = (*_BACKWARD, *options.array_names)
     library, views = _views(names, arrays)
     problem = problem_of(views, options)
     if copied := unreadable(views, problem):

@@ -69,4 +69,4 @@ def _parsed(text: str, names: tuple[str, ...], likes: tuple[TensorLike, ...]) ->
             if name.startswith("score.") and name != BLOCK_MAP
         }
         score = Score(expression, mask, tensors, made_for=made_for and tuple(made_for))
-    return Options(**fields, score=score, arrays=(*names, *others))
+    return Options(**fields, score=score, array_names=(*names, *others))

@@ -32,7 +32,7 @@ from .torch_ops import Results, backward, batched, forward, or_zeros
 
 def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
     """(out, lse) of `sandbox.attention`, recorded by autograd or by a tracer. `arrays` are q, k, v and those that
-    `options.arrays` names; unless `with_lse`, lse may be None."""
+    `options.array_names` names; unless `with_lse`, lse may be None."""
     if isinstance(options.scale, Tensor):
         options = replace(options, scale=constant("scale", options.scale))
     library = library_of(arrays[0])
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Without the dispatcher, unless PyTorch has to intercept the call or the gradients may be differentiated."""
-        saved, names = ctx.saved_tensors, ctx.options.arrays
+        saved, names = ctx.saved_tensors, ctx.options.array_names
         arrays = (or_zeros(dout, saved[3]), *saved)
         plain = options = backward_options(ctx.options, torch.are_deterministic_algorithms_enabled())
         wanted: tuple[str, ...] = ()

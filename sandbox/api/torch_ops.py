@@ -38,7 +38,7 @@ OperatorArguments = tuple[str, float | None, str | None, str, str | None]
 
 
 def forward(arrays: Results, options: Options) -> Results:
-    """(out, lse) by the operators, of q, k, v and the arrays that `options.arrays` names."""
+    """(out, lse) by the operators, of q, k, v and the arrays that `options.array_names` names."""
     if not options.has_more:
         return call_operator(_forward, _Forward, *arrays, *_operator_arguments(options, options.scale))
     q, k, v, *more = arrays
@@ -50,7 +50,7 @@ def forward(arrays: Results, options: Options) -> Results:
 
 def backward(arrays: Results, options: Options, dlse: Tensor | None = None, gradients: tuple[str, ...] = ()) -> Results:
     """dq, dk, dv, and dbias and dsink if `gradients` names them, by the operators. `arrays`: dout, q, k, v, out,
-    lse and the arrays that `options.arrays` names."""
+    lse and the arrays that `options.array_names` names."""
     scale = options.scale if options.scale is None else scale_number(options.scale)
     last = *_operator_arguments(options, scale), options.deterministic
     if not options.has_more:
@@ -109,7 +109,7 @@ def _kernel_text(kernel: str | Kernel | None) -> str | None:
 def spread_options(options: Options, arrays: Sequence[Tensor]) -> tuple[Any, ...]:
     """The arguments of a scored operator from bias on: each of `DIFFERENTIABLE`, the list of other tensors, the JSON
     string."""
-    named = dict(zip(options.arrays, arrays, strict=True))
+    named = dict(zip(options.array_names, arrays, strict=True))
     others = [name for name in named if name not in DIFFERENTIABLE]
     score = None if options.score is None else (options.score.score, options.score.mask, options.score.made_for)
     values = {name: getattr(options, name) for name in _AS_TEXT}

@@ -155,11 +155,11 @@ class Slot:
             self._library.impl(name, call, device, with_keyset=True)  # type: ignore[union-attr]
 
     def attend(self, arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
-        """(out, lse) of q, k, v and the arrays that `options.arrays` names."""
+        """(out, lse) of q, k, v and the arrays that `options.array_names` names."""
         return run_forward(arrays, self._as_forward(options))
 
     def differentiate(self, arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any, Any]:
-        """dq, dk, dv of dout, q, k, v, out, lse and the arrays that `options.arrays` names.
+        """dq, dk, dv of dout, q, k, v, out, lse and the arrays that `options.array_names` names.
 
         With dropout, forward and backward must both be ours or both PyTorch's: the two drop different elements. Raises
         UnsupportedProblem if PyTorch computed the forward, SandboxError if our forward supports the problem, but no
