@@ -68,7 +68,7 @@ def test_a_tensor_without_a_gradient_refuses_to_be_differentiated_by(option: str
     value = torch.rand(H)
     leaf = value.clone().requires_grad_()
     what, other = {
-        "alibi": ("alibi", r"alibi\.detach\(\), or what it adds as bias="),
+        "alibi": ("alibi", r"alibi\.detach\(\), or bias=-slopes"),
         "score": ("score's tensor gain", r"gain\.detach\(\), or what it adds as bias=, such as bias=table"),
     }[option]
     message = f"{what} is a tensor that requires a gradient, and attention has no gradient for it: pass {other}"
