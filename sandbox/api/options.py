@@ -296,6 +296,9 @@ def ragged(
     """`options` and `arrays`, with the cu_seqlens of a ragged batch: of q and k, or of q alone with pages. `max_seqlen`
     is kept only with a bias or a mask, whose last two dimensions it gives: otherwise calls that differ only in
     `max_seqlen` would need different plans. Raises SpecError for a number that is not an integer >= 0."""
+    for which, n in zip("qk", max_seqlen, strict=True):
+        if type(n) is int and n < 0:
+            integer(f"max_seqlen_{which}", n, 0)  # raises
     kept: tuple[int | None, int | None] = None, None
     if not _BIAS_AND_MASK.isdisjoint(options.array_names):
         queries, keys = (

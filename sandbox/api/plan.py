@@ -21,7 +21,7 @@ from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .options import DESCALE, Options
-from .validate import DTYPES, argument_name, problem_of, unreadable
+from .validate import DTYPES, argument_name, check_contents, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
@@ -54,7 +54,7 @@ def forward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., t
         return _copying_plan(run, library, views, [names.index(name) for name in copied], options)
     out = (problem.batches, problem.H, problem.rows[0], problem.Dv)
     results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype_of("O")), "LSE": _rows(problem)}
-    return _plan("forward", problem, library, views, arrays[0], results, options)
+    return _checking_plan(_plan("forward", problem, library, views, arrays[0], results, options), problem, views)
 
 
 def backward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., tuple[Any, ...]]) -> Plan:
@@ -71,7 +71,20 @@ def backward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., 
         results["dbias"] = bias.shape, dense_strides(bias.shape), bias.dtype
     if "dsink" in options.gradients:
         results["dsink"] = (problem.H,), (1,), "float32"
-    return _plan("backward", problem, library, views, arrays[1], results, options)
+    return _checking_plan(_plan("backward", problem, library, views, arrays[1], results, options), problem, views)
+
+
+def _checking_plan(plan: Plan, problem: Problem, views: Mapping[str, ArrayView]) -> Plan:
+    """`plan`, which first checks the contents of host arrays with offsets, lengths or page numbers."""
+    names = [*views]
+    if views["q"].device != HOST or not (problem.ragged or problem.page_size):
+        return plan
+
+    def check_first(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+        check_contents(problem, dict(zip(names, arrays, strict=True)))
+        return plan(arrays, addresses)
+
+    return check_first
 
 
 def _copying_plan(

@@ -6,14 +6,18 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..core.dtypes import FLOAT8, ITEMSIZE, OF_16_BITS, default_out_dtype
-from ..core.errors import UnsupportedProblem
-from ..core.normalise import normalise_causal
+from ..core.errors import LaunchError, UnsupportedProblem
+from ..core.normalise import cdiv, normalise_causal
 from ..core.options import ARRAYS, Sizes
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import DTYPE_NAMES, boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
+from ..launch.host import host_array
 from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPTIONS, Options
 
 
@@ -244,6 +248,41 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
         if 0 not in shape and any(s != w for n, s, w in zip(shape, view.strides, wanted, strict=True) if n > 1):
             found.append(name)
     return found
+
+
+def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
+    """Raises LaunchError for contents of host arrays that the CPU backend rejects: cu_seqlens that do not match q or k,
+    sequences longer than max_seqlen, pages that do not exist. The kernels check the same, but their messages name no
+    value. `arrays`: by their names in the public functions, q, k and v transposed."""
+    for which, name, rows in zip("qk", CU_SEQLENS, p.rows, strict=True):
+        if name in arrays:
+            _check_offsets(name, argument_name(which, arrays), host_array(arrays[name]), rows)
+            _check_lengths(which, host_array(arrays[name]), p.Sk if which == "k" else p.Sq)
+    if BLOCK_TABLE not in arrays:
+        return
+    table = host_array(arrays[BLOCK_TABLE])
+    for b, length in enumerate(host_array(arrays["key_lengths"])):
+        if length > p.Sk:
+            raise LaunchError(f"key_lengths[{b}] is {length}: block_table has pages for {p.Sk} keys")
+        used = table[b, : cdiv(max(int(length), 0), p.page_size)]
+        for i in np.flatnonzero((used < 0) | (used >= p.pages))[:1]:
+            raise LaunchError(f"block_table[{b}, {i}] is {used[i]}, a page that does not exist: k_pages has {p.pages}")
+
+
+def _check_offsets(name: str, tensor: str, offsets: NDArray[Any], rows: int) -> None:
+    if offsets[0] != 0:
+        raise LaunchError(f"{name}[0] is {offsets[0]}: cu_seqlens must begin with 0")
+    for b in np.flatnonzero(offsets[1:] < offsets[:-1])[:1]:
+        raise LaunchError(f"{name} decreases from {offsets[b]} to {offsets[b + 1]} at {name}[{b + 1}]")
+    if offsets[-1] > rows:
+        raise LaunchError(f"{name}[{len(offsets) - 1}] is {offsets[-1]}, beyond the last row: {tensor} has {rows} rows")
+
+
+def _check_lengths(which: str, offsets: NDArray[Any], most: int) -> None:
+    what = "queries" if which == "q" else "keys"
+    for b, length in enumerate(np.diff(offsets)):
+        if length > most:
+            raise LaunchError(f"sequence {b} has {length} {what}, more than max_seqlen_{which}={most}")
 
 
 def argument_name(name: str, names: Container[str]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import sandbox
+from sandbox.api import plan
 from sandbox.core.errors import LaunchError, SpecError, UnsupportedProblem
 from sandbox.engine import choose
 from sandbox.reference import max_error, naive, output_bound
@@ -114,7 +115,12 @@ def test_tensors_and_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("which", "other", "error", "said"),
     [
-        (3, lambda x: np.where(x == x[0, 1], PAGES, x).astype(np.int32), LaunchError, "a page that does not exist"),
+        (
+            3,
+            lambda x: np.where(x == x[0, 1], PAGES, x).astype(np.int32),
+            LaunchError,
+            r"block_table\[0, 1\] is \d+, a page that does not exist",
+        ),
         (3, lambda x: x.astype(np.int64), UnsupportedProblem, "block_table is int64: it must be int32"),
         (3, lambda x: x[:2], UnsupportedProblem, r"it must be \(B, max_pages\)"),
         (3, lambda x: None, UnsupportedProblem, "block_table is None, not an array"),
@@ -220,8 +226,8 @@ def test_few_queries_per_sequence_choose_the_decoding_kernel() -> None:
 @pytest.mark.parametrize(
     ("offsets", "total", "more", "error", "said"),
     [
-        ([0, 41, 40, 47], 47, {}, LaunchError, "cu_seqlens decreases"),
-        ([0, 40, 41, 48], 47, {}, LaunchError, "cu_seqlens ends beyond the last row"),
+        ([0, 41, 40, 47], 47, {}, LaunchError, "cu_seqlens_q decreases from 41 to 40"),
+        ([0, 40, 41, 48], 47, {}, LaunchError, r"cu_seqlens_q\[3\] is 48, beyond the last row: q has 47"),
         ([0, 40, 41], 47, {}, UnsupportedProblem, r"block_table has shape \(3, 5\): it must be \(B, max_pages\), B=2"),
         ([0, 40, 41, 47.0], 47, {}, UnsupportedProblem, "cu_seqlens_q is float64: it must be int32"),
         (None, 47, {"max_seqlen_q": 4}, UnsupportedProblem, "q has shape"),
@@ -238,8 +244,14 @@ def test_ragged_queries_that_make_no_sense(
         sandbox.attention_paged(*given, cu_seqlens_q=cu_seqlens, **more)
 
 
-def test_keys_beyond_the_table() -> None:
+def test_keys_beyond_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU only kernels can check it."""
     q, k, v, table, lengths = arrays()
+    with pytest.raises(LaunchError, match=r"key_lengths\[\d\] is \d+: block_table has pages for \d+ keys"):
+        sandbox.attention_paged(q, k, v, table, lengths + 11)
+    monkeypatch.setattr(plan, "check_contents", lambda *_: None)
+    with pytest.raises(LaunchError, match="block_table has a page that does not exist"):
+        sandbox.attention_paged(q, k, v, np.where(table == table[0, 1], PAGES, table).astype(np.int32), lengths)
     for kernel in ("fwd_decode", "fwd_mma", "fwd_block2d"):
         with pytest.raises(LaunchError, match="key_lengths has more keys than block_table has pages for"):
             sandbox.attention_paged(q, k, v, table, lengths + 11, kernel=kernel)

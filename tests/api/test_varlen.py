@@ -12,7 +12,7 @@ import pytest
 
 import sandbox
 from sandbox.api import dispatch, options, plan
-from sandbox.core.errors import LaunchError, UnsupportedProblem
+from sandbox.core.errors import LaunchError, SpecError, UnsupportedProblem
 from sandbox.launch.dlpack import library_of
 from sandbox.spec import Problem
 
@@ -107,9 +107,13 @@ def test_compiled_and_nested_tensors_agree() -> None:
 @pytest.mark.parametrize(
     ("offsets", "error", "said"),
     [
-        (np.array([1, 5, 109], np.int32), LaunchError, "begin with 0"),
-        (np.array([0, 50, 40], np.int32), LaunchError, "decreases"),
-        (np.array([0, 50, 200], np.int32), LaunchError, "beyond"),
+        (np.array([1, 5, 109], np.int32), LaunchError, r"cu_seqlens_q\[0\] is 1: cu_seqlens must begin with 0"),
+        (np.array([0, 50, 40], np.int32), LaunchError, r"cu_seqlens_q decreases from 50 to 40 at cu_seqlens_q\[2\]"),
+        (
+            np.array([0, 50, 200], np.int32),
+            LaunchError,
+            r"cu_seqlens_q\[2\] is 200, beyond the last row: q has 109 rows",
+        ),
         (np.array([0, 50, 109]), UnsupportedProblem, "int32"),
         (np.zeros((2, 2), np.int32), UnsupportedProblem, r"\(B \+ 1,\)"),
     ],
@@ -144,10 +148,20 @@ def with_max(most_q: Any, most_k: Any, name: str = "bias", **options: Any) -> An
 
 @pytest.mark.parametrize("name", ["bias", "mask"])
 @pytest.mark.parametrize("longest", [(69, 70), (70, 69), (69, None), (None, 69), (0, 0)])
-def test_a_sequence_longer_than_max_seqlen_is_reported(name: str, longest: tuple[Any, Any]) -> None:
-    """Its last rows would not be written, or its last keys not be seen."""
+def test_a_sequence_longer_than_max_seqlen_is_reported(
+    name: str, longest: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last rows would not be written, or its last keys not be seen. On a GPU only kernels can check it."""
+    with pytest.raises(LaunchError, match=r"sequence \d has \d+ (queries|keys), more than max_seqlen_[qk]=(69|0)"):
+        with_max(*longest, name)
+    monkeypatch.setattr(plan, "check_contents", lambda *_: None)
     with pytest.raises(LaunchError, match="a sequence is longer than max_seqlen"):
         with_max(*longest, name)
+
+
+def test_a_negative_max_seqlen_is_reported() -> None:
+    with pytest.raises(SpecError, match="max_seqlen_q=-1 must be an integer >= 0"):
+        sandbox.attention_varlen(*arrays(), OFFSETS, max_seqlen_q=-1)
 
 
 @pytest.mark.parametrize("longest", [(70, 70), (None, 70), (109, 109), (1000, 1000), (None, None)])
@@ -156,12 +170,13 @@ def test_max_seqlen_of_the_longest_or_more(longest: tuple[Any, Any]) -> None:
     assert np.array_equal(with_max(*most), sandbox.attention_varlen(*arrays(), OFFSETS))
 
 
-def test_a_backward_with_a_sequence_longer_than_max_seqlen() -> None:
+def test_a_backward_with_a_sequence_longer_than_max_seqlen(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.swapaxes(0, 1)[None] for x in arrays())
     bias = np.zeros((1, 1, 60, 60), np.float32)
     dense = options.collect("attention_varlen", q, False, None, {"bias": bias})
     ragged, more = options.ragged(*dense, (OFFSETS, OFFSETS), (60, 60))
     lse = np.zeros((1, 4, 109), np.float32)
+    monkeypatch.setattr(plan, "check_contents", lambda *_: None)  # the kernels' own check
     for kernel in ("bwd_minimal", "bwd_block2d"):
         with pytest.raises(LaunchError, match="a sequence is longer than max_seqlen"):
             dispatch.run_backward((q, q, k, v, q, lse, *more), options.replace(ragged, kernel=kernel))
