@@ -86,6 +86,18 @@ def test_copies_are_planned_for_as_they_lie() -> None:
         assert all(map(np.array_equal, got, expected))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "heads", "rows"])
+def test_an_lse_with_gaps_is_copied(axis: int) -> None:
+    q, k, v = (np.repeat(x[:1, :1], 2, 0).repeat(2, 1) for x in inputs())
+    out, lse = reference.attention(q, k, v)
+    every = [q, q, k, v, out.astype(q.dtype), lse.astype(np.float32)]
+    every[-1] *= np.arange(1, 5).reshape(2, 2, 1)  # each head has its own
+    expected = sandbox.attention_backward(*every)
+    between = (*(slice(None),) * axis, slice(None, None, 2))
+    got = sandbox.attention_backward(*every[:-1], np.repeat(every[-1], 2, axis)[between])
+    assert all(map(np.array_equal, got, expected))
+
+
 def test_as_many_plans_as_alignments(monkeypatch: pytest.MonkeyPatch) -> None:
     """2, 4, 8 and 16 bytes, whatever the addresses; of lse's none."""
     made = []

@@ -17,7 +17,7 @@ from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.core.score import TensorLike
 from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST, Device
-from sandbox.spec import Problem
+from sandbox.spec import Problem, Tile
 from sandbox.verify import cases, check
 from sandbox.verify.cases import Case
 
@@ -88,6 +88,17 @@ def test_each_head_of_a_group_has_bits_of_its_own(name: str, sees_more: int, dev
     problem = Problem(1, 2, S, S, 32, Hk=1, dtype="float16", score=score)
     result = check.verify(kernel, Case("heads of a group", problem), device)
     assert result.ok or (result.ok is None and device != HOST), result
+
+
+def test_more_query_tiles_than_bits_of_a_word(device: Device) -> None:
+    """In the Hopper backward. Of the tiles of 64 rows, one head sees all keys or none, the other some or none."""
+    hidden = np.arange(66) % 5 == np.arange(2)[:, None]
+    ends = np.where(hidden, 0, [[100], [128]]).astype(np.int32).repeat(64, 1)
+    score = Score(mask="j < (h == 0 ? first(i) : second(i))", tensors={"first": ends[0], "second": ends[1]})
+    problem = Problem(1, 2, ends.shape[1], 128, 16, Hk=1, dtype="float16", score=score)
+    tile = Tile.parse(BACKWARD["bwd_wgmma"])
+    result = check.verify(registry.get("bwd_wgmma"), Case("many query tiles", problem), device, tile)
+    assert result.ok, result
 
 
 @pytest.mark.parametrize("name", ["fwd_wgmma", "bwd_wgmma"])

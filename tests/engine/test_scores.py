@@ -103,11 +103,14 @@ def test_no_option_spills(kernel: Kernel, target: str) -> None:
                     assert sweep.spilled(kernel, problem, tile, target) == 0, f"SANDBOX_SEED={SEED}: {problem} {tile}"
 
 
-def test_the_hopper_backward_takes_tiles_of_a_bias(device: Device) -> None:
-    """A bias per head of a group, and one for all heads; with a softcap, and with partial tiles of rows and keys."""
-    for name, H, softcap in (("bwd_wgmma", 2, 0.0), ("bwd_wgmma_deterministic", 1, 3.0)):
-        plain = Problem(1, 2, 70, 136, 72, Hk=1, dtype="float16", causal="bottom-right")
+def test_hopper_kernels_take_tiles_of_a_bias(device: Device) -> None:
+    """A bias per head of a group, and one for all heads; with a softcap, and with partial tiles of rows and keys. The
+    forward without a mask: with one it computes rows that are not finite again, without tiles."""
+    for name, H, softcap in (("fwd_wgmma", 2, 3.0), ("bwd_wgmma", 2, 0.0), ("bwd_wgmma_deterministic", 1, 3.0)):
+        causal = False if name == "fwd_wgmma" else "bottom-right"
+        plain = Problem(1, 2, 70, 136, 72, Hk=1, dtype="float16", causal=causal)
         problem = dataclasses.replace(plain, bias=(1, H, 70, 136), softcap=softcap)
+        assert problem.bias_tiles
         result = check.verify(registry.kernels()[name], Case("bias", problem), device)
         assert result.ok, result
 

@@ -154,6 +154,14 @@ def test_magnitudes_bound_gradients_and_have_the_same_mask():
         assert (abs(grad) <= size + 1e-12)[np.isfinite(grad)].all()
 
 
+def test_magnitudes_of_hidden_keys_are_zero():
+    q, k, v, dout = (x[:, :, :n] for x, n in zip(problem("float32"), (3, 5, 5, 3), strict=True))
+    out, lse = reference.attention(q, k, v, causal="top-left")
+    for size in backward_magnitudes(dout, q, k, v, out, lse, causal="top-left")[1:3]:
+        assert size[:, :, :3].all()
+        assert not size[:, :, 3:].any()
+
+
 def test_the_gradient_bound_adds_the_rounding_of_sums():
     """One fp32 ulp of the magnitude; with float32 inputs, more for longer sums."""
     ref, plain = np.zeros(3), np.zeros(3)

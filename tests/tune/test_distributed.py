@@ -7,6 +7,7 @@ import json
 import operator
 import os
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def test_workers_that_do_not_fit(others: list[dict[str, Any]], error: type[Excep
         executor._validated(lost)
     assert executor._validated({"tcp://0": WORKER}) == {"device": "a GPU"}
     assert (executor.gpu, executor.arch) == ("a GPU", "sm_90a")
+
+
+def test_a_scheduler_that_stops(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*args: Any, **options: Any) -> None:
+        raise CancelledError
+
+    with DistributedPool(address, 60) as cluster:
+        monkeypatch.setattr(distributed, "wait", wait)
+        with pytest.raises(DistributedUnavailable, match="has stopped: start it again"):
+            list(cluster.map(operator.mul, [(1, 2)]))
 
 
 @pytest.mark.parametrize("address", ["nonsense", "what://127.0.0.1:1", "tcp://no-such-host.invalid:8786"])

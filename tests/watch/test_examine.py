@@ -99,6 +99,16 @@ def test_a_new_tile_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert examined(more, monkeypatch, KERNEL.tiles).stage == "wrong"
 
 
+def test_without_nvrtc_the_host_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version() -> str:
+        raise ToolchainMissing("NVRTC is missing: install it")
+
+    monkeypatch.setattr(nvrtc, "version", version)
+    found = examined(KERNEL, monkeypatch)
+    assert (found.stage, found.cost) == ("ok", None)
+    assert "NVRTC is missing: install it" in found.notes
+
+
 def test_local_memory_of_any_variant_is_named(tmp_path: Path) -> None:
     """The first problem, whose figures are shown, has no spills."""
     try:
