@@ -107,9 +107,9 @@ PREFILL = ((4, 4096, 8192, 32, 8, 64), (4, 4096, 8192, 32, 8, 128), (2, 4096, 81
 def prefill(given: argparse.Namespace) -> Iterator[str]:
     """Pages beside contiguous keys of the same ragged batch."""
     for B, Sq, Sk, H, Hk, D in PREFILL:
-        for size in (16, 32, 64, 128, 256):
+        for size in given.pages:
             p = serving.of_lengths(((Sq, Sk),) * B, H, Hk, D, size, dtype="bfloat16")
-            if size == 16:
+            if size == given.pages[0]:
                 rows = min(timed(serving.gathered(p), given, ["fwd_wgmma"]).values(), default=float("nan"))
                 yield f"contiguous: {rows:7.1f} us, {p.visible_pairs * 4 * H * D / rows * 1e-6:4.0f} TFLOP/s  D{D}"
             pages = min(timed(p, given, ["fwd_wgmma"]).values(), default=float("nan"))
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path(__file__).with_name("results.jsonl"))
     parser.add_argument("--sample", type=int, default=6, help="Sampled batches. Default: 6.")
     parser.add_argument("--seed", type=int, default=39)
+    parser.add_argument("--pages", type=int, nargs="+", default=(16, 32, 64, 128, 256), help="Page sizes of prefill.")
     parser.add_argument("--seconds", type=float, default=0.1, help="GPU time of each contender.")
     given = parser.parse_args()
     for part in given.parts:
