@@ -534,6 +534,28 @@ def test_a_cuda_graph_of_long_and_short_sequences() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fwd_wgmma", "fwd_mma"])
+@pytest.mark.parametrize("queries", [(4000, 1, 1), (4000, 0, 0)], ids=["with short ones", "long ones alone"])
+def test_the_next_kernel_of_the_stream_waits_for_long_sequences(name: str, queries: tuple[int, ...]) -> None:
+    """The kernel of the short sequences may start before that of the long ones has ended, but must not end before it:
+    the stream's next kernel, a copy, would read rows that are not written yet. They are NaN before."""
+    torch = pytest.importorskip("torch")
+    q = torch.randn(sum(queries), 16, 128, device="cuda").half()
+    k, v = (torch.randn(300, 16, 2, 128, device="cuda").half() for _ in "kv")
+    table = torch.arange(300, device="cuda").int().expand(3, 300).contiguous()
+    lengths = torch.tensor([4800, 40, 7], device="cuda").int()
+    offsets = torch.tensor([0, *itertools.accumulate(queries)], device="cuda").int()
+    for _ in range(5):
+        unwritten = torch.full_like(q, float("nan"))
+        del unwritten  # the results get its memory
+        out = sandbox.attention_paged(q, k, v, table, lengths, cu_seqlens_q=offsets, kernel=name)
+        copied = out.clone()
+        torch.cuda.synchronize()
+        assert torch.isfinite(out).all()
+        assert torch.equal(copied, out)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("Sk", [0, 1, 4097, 131072])
 def test_long_keys(Sk: int) -> None:
     """Up to very long contexts, with splits and with pages."""
