@@ -22,14 +22,12 @@
 // both are complete: deferred rescaling gained more than that overlap (experiments/008_hopper).
 //
 // A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes and stores
-// them. In a ragged batch, rows of a TMA box beyond the end of the sequence are out of bounds, so no row of the next
-// sequence is read or written.
+// them. In a ragged batch, no row of the next sequence is read or written: it is out of bounds (TensorMap in tma.cuh).
 //
-// Building blocks: fwd_tiles.cuh (arguments, layouts, shared memory), fwd_load.cuh (loads a tile of K or V),
-// fwd_consumer.cuh (waits, turns, drained tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh
-// (order of key tiles), score_mod.cuh and mask.cuh (score options), softmax.cuh (deferred rescaling), epilogue.cuh.
-// How it works, and where to change it: docs/hopper-forward.md. Measurements: experiments/008_hopper, 014_scores,
-// 016_ragged.
+// Building blocks: fwd_tiles.cuh (arguments, shared memory), fwd_load.cuh (loads a tile of K or V), fwd_consumer.cuh
+// (waits, turns, drained tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh (order of key
+// tiles), score_mod.cuh, mask.cuh, softmax.cuh (deferred rescaling), epilogue.cuh. How it works, and where to change
+// it: docs/hopper-forward.md. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
 #include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
