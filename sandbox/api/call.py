@@ -57,7 +57,7 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
     if library_of(inputs[0]).requires_grad(*inputs):
         from .torch_autograd import recorded_call
 
-        kernel = registry.get(name)
+        kernel = registry.get(name, "operation")
         backward = gradient_of(kernel)
         forward, gradient = (lambda x: run(name, x, tile, backend)), (lambda x: run(backward.name, x, None, backend))
         outputs = recorded_call(forward, gradient, operation_of(kernel), operation_of(backward), inputs)
@@ -295,7 +295,7 @@ class _Making(NamedTuple):
 
 
 def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, backend: str | None) -> _Run:
-    kernel = registry.get(name)
+    kernel = registry.get(name, "operation")
     views = [library_of(array).view(array) for array in arrays]
     problem: Any = problem_of(kernel, views)
     home = views[0].device

@@ -219,7 +219,7 @@ def _converting_plan(plan: Plan, to_caller: Callable[[Any], Any]) -> Plan:
 def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:
     """The kernel that a caller names, if any. Raises UnknownKernel; UnsupportedProblem for another computation."""
     if kernel is not None and not isinstance(kernel, Kernel):
-        kernel = registry.get(kernel)
+        kernel = registry.get(kernel, computes)
     if kernel is not None and kernel.computes != computes:
         others = [other.name for other in registry.kernels().values() if other.computes == computes]
         raise UnsupportedProblem(

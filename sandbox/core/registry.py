@@ -135,25 +135,27 @@ def kernels() -> dict[str, Kernel]:
     return dict(_all().kernels)
 
 
-def get(name: str) -> Kernel:
-    """The kernel of that name. Raises UnknownKernel with the known names, SpecError if its spec has an error."""
-    kernel = entry_owner(name)
+def get(name: str, computes: str = "") -> Kernel:
+    """The kernel of that name. Raises UnknownKernel with the known names, of those that compute `computes` if it is
+    given ("operation": a custom operation); SpecError if its spec has an error."""
+    kernel = entry_owner(name, computes)
     if kernel.name != name:
         raise UnknownKernel(f"{name} is an entry point of {kernel.name} and cannot run alone: use {kernel.name}")
     return kernel
 
 
-def entry_owner(name: str) -> Kernel:
-    """The kernel that has an entry point of that name. Raises UnknownKernel with the known kernels, SpecError."""
+def entry_owner(name: str, computes: str = "") -> Kernel:
+    """The kernel that has an entry point of that name. Raises UnknownKernel as `get`, SpecError."""
     known, broken = _all()
     owners = {entry.name: kernel for kernel in known.values() for entry in kernel.entries}
     if name not in owners:
         if name in broken:
             raise SpecError(broken[name])
-        near = difflib.get_close_matches(str(name), known, 1)
+        named = [k.name for k in known.values() if computes in ("", "operation" if k.custom else k.computes)]
+        near = difflib.get_close_matches(str(name), named, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         skipped = "".join(f"; skipped: {error}" for error in broken.values())
-        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(known)}{skipped}")
+        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(named)}{skipped}")
     return owners[name]
 
 

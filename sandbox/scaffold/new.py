@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 
 from ..core import registry
-from ..core.errors import SpecError
+from ..core.errors import SpecError, UnknownKernel
 from ..core.score import CPP_KEYWORDS
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -63,7 +63,10 @@ def _template(source: str, name: str) -> list[str]:
 
 def _copied(source: str, name: str) -> list[str]:
     """The texts of a kernel's `.cu` and spec, with another name."""
-    old = registry.get(source)
+    try:
+        old = registry.get(source)
+    except UnknownKernel as error:
+        raise UnknownKernel(f"{error}; the templates are {', '.join(TEMPLATE_NAMES)}") from None
     stem = old.source.stem
     shared = [k.name for k in registry.kernels().values() if k.source == old.source and stem not in k.name]
     if shared:

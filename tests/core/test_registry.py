@@ -52,6 +52,13 @@ def test_an_unknown_kernel_suggests_a_near_name() -> None:
     assert "fwd_minimal" in str(caught.value)
 
 
+def test_an_unknown_kernel_of_a_computation_lists_only_its_kernels() -> None:
+    with pytest.raises(UnknownKernel, match=r"the kernels are bwd_minimal, bwd_block2d, [^f]*$"):
+        registry.get("zzz", "backward")
+    with pytest.raises(UnknownKernel, match=r"the kernels are append_kv, append_kv_e4m3, append_kv_e5m2$"):
+        registry.get("zzz", "operation")
+
+
 def test_an_entry_that_is_no_kernel_names_its_owner() -> None:
     with pytest.raises(
         UnknownKernel, match=r"bwd_minimal_dq is an entry point of bwd_minimal and cannot run alone: use bwd_mi"

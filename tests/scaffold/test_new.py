@@ -16,7 +16,7 @@ from project import ROOT, in_project
 
 from sandbox.cli import cli
 from sandbox.core import registry
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import SpecError, UnknownKernel
 from sandbox.scaffold import new
 
 # ---- new
@@ -164,6 +164,11 @@ def test_debug_levels(project_copy: Path, tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
     assert kept[".cu"].read_text() == registry.get("fwd_minimal").source.read_text()
     assert len(debug_lines("9", project_copy, folder)) == len(lines["4"])
+
+
+def test_an_unknown_source_lists_the_templates() -> None:
+    with pytest.raises(UnknownKernel, match=r"kernel 'zzz' is not known: .*; the templates are .*row_softmax"):
+        new.kernel("mine", "zzz")
 
 
 # ---- every command
