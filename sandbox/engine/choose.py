@@ -96,7 +96,7 @@ def _fitted(tile: Tile, multiprocessors: int) -> Tile:
     return Tile(**{**tile, "BLOCKS": multiprocessors}) if multiprocessors and "BLOCKS" in tile else tile
 
 
-BY_NAME = "is selected by name only (default=True in its spec allows automatic selection)"
+BY_NAME = "selected by name only (default=True in its spec allows automatic selection)"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
     found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
     for kernel in sorted(found, key=lambda k: (not k.first_for(problem), -k.rung, -k.preference)):
         if deterministic and not kernel.deterministic:
-            yield Candidate(kernel, None, f"{kernel.name}: is not deterministic")
+            yield Candidate(kernel, None, f"{kernel.name}: not deterministic")
             continue
         try:
             tile = choose_tile(kernel, problem, arch)
@@ -130,7 +130,8 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
         if not kernel.default:
             yield Candidate(kernel, tile, f"{kernel.name}: {BY_NAME}")
         elif spilled > (0 if kernel.first_for(problem) else MOST_SPILLED):
-            yield Candidate(kernel, tile, f"{kernel.name}: all tiles spill {spilled} bytes per thread or more", True)
+            said = f"the tile with the fewest spilled bytes spills {spilled} per thread"
+            yield Candidate(kernel, tile, f"{kernel.name}: {said}", True)
         else:
             yield Candidate(kernel, tile)
 

@@ -80,7 +80,7 @@ sandbox.attention(x, x, x, kernel="mine")
     assert chosen_kernel() == chosen
     (row,) = [row for row in json.loads(in_project(project_copy, *listing).stdout) if row["kernel"] == "mine"]
     assert row["tile"]
-    assert row["reason"].startswith("mine: is selected by name only")
+    assert row["reason"].startswith("mine: selected by name only")
     assert "by name" in in_project(project_copy, *listing[:-1]).stdout
     spec.write_text(spec.read_text().replace("rung=99,", "rung=99,\n    default=True,"))
     assert chosen_kernel() == "mine"
