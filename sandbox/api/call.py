@@ -24,7 +24,7 @@ from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .options import check_dimensions, check_int32
 
-_MOST_PLANS = 4096
+_MAX_PLANS = 4096
 _ALIGNMENT = 16  # bytes, of every array
 _NO_KEY = (TypeError, AttributeError, RuntimeError)  # an array for which no plan can be stored
 _Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
@@ -195,7 +195,7 @@ def run(name: str, inputs: tuple[Any, ...], tile: Any = None, backend: str | Non
         key, plan, addresses = (), None, []
     if plan is None:
         plan = _planned(name, arrays, library, tile, backend)
-        if _plans.generation != registry.generation() or len(_plans) >= _MOST_PLANS:
+        if _plans.generation != registry.generation() or len(_plans) >= _MAX_PLANS:
             _plans.clear()
             _plans.generation = registry.generation()
         if key:

@@ -10,14 +10,14 @@ from ..core.errors import UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..launch.arguments import NOT_ALWAYS
+from ..launch.arguments import OPTIONAL_OUTPUTS
 from ..toolchain import arch as architectures
 from . import spills, tuned
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 # Bytes per thread, of spill stores and loads, up to which a kernel still precedes lower rungs: bwd_wgmma with 240 bytes
 # is three times as fast as bwd_mma without.
-MOST_SPILLED = 256
+MAX_SPILLED_BYTES = 256
 
 
 def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> str | None:
@@ -32,7 +32,7 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
             f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at {problem.widths}, "
             f"and {where} has {have} (choose a smaller tile)"
         )
-    always = (entry for entry in kernel.entries if not {*entry.args} & {*NOT_ALWAYS})
+    always = (entry for entry in kernel.entries if not {*entry.args} & {*OPTIONAL_OUTPUTS})
     return next((reason for entry in always if (reason := why_grid_unsupported(kernel, entry, problem, tile))), None)
 
 
@@ -129,7 +129,7 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
         spilled = spills.spilled(kernel, problem, tile, arch)
         if not kernel.default:
             yield Candidate(kernel, tile, f"{kernel.name}: {BY_NAME}")
-        elif spilled > (0 if kernel.first_for(problem) else MOST_SPILLED):
+        elif spilled > (0 if kernel.first_for(problem) else MAX_SPILLED_BYTES):
             said = f"the tile with the fewest spilled bytes spills {spilled} per thread"
             yield Candidate(kernel, tile, f"{kernel.name}: {said}", True)
         else:

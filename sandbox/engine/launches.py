@@ -26,8 +26,8 @@ class EntryLaunch(NamedTuple):
     cluster: int
 
     @property
-    def how(self) -> tuple[Any, ...]:
-        """The arguments of the function's `launcher` and `call`."""
+    def launch_config(self) -> tuple[Any, ...]:
+        """The arguments of the function's `launcher` and `call`: from the grid on."""
         return self[2:]
 
 
@@ -53,14 +53,14 @@ def _on_gpu(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: S
     for one in launches:
         for name, slot in zip(one.arguments.tensor_names, one.arguments.slots, strict=True):
             slots[name].append(slot)
-        calls.append(one.function.call(*one.how))
+        calls.append(one.function.call(*one.launch_config))
     return driver.launch_calls(calls, [*slots.values()], driver.device(device[1]))
 
 
 def _on_host(launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str]) -> Launch:
     clear = [(order.index(name), nbytes) for name, nbytes in zeroed.items()]
     each = [
-        (one.function.launcher(*one.how), [order.index(name) for name in one.arguments.tensor_names])
+        (one.function.launcher(*one.launch_config), [order.index(name) for name in one.arguments.tensor_names])
         for one in launches
     ]
 

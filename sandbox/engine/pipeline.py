@@ -23,7 +23,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import arguments, driver, parameters
-from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, Launch, rows_of, zeroed_of
+from ..launch.arguments import OPTIONAL_OUTPUTS, ArgumentBlock, Launch, rows_of, zeroed_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -147,7 +147,7 @@ def _launches(part: Part, tensors: Mapping[str, Tensor], device: Device, loaded:
     kernel, tile, problem, overlaps = part
     encode, kinds = encode_for_host if device == HOST else driver.encode_tensor_map, rows_of(kernel)
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
-        if any(name in entry.args and name not in tensors for name in NOT_ALWAYS):
+        if any(name in entry.args and name not in tensors for name in OPTIONAL_OUTPUTS):
             continue
         if reason := why_grid_unsupported(kernel, entry, problem, tile):
             raise UnsupportedProblem(reason)
@@ -218,7 +218,7 @@ def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None
     folder in the environment's include path; None if it is unknown."""
     try:
         return sources.fingerprint(kernel.source, build.searched(kernel.source, folders))
-    except FileNotFoundError:  # the compiler reports it better
+    except FileNotFoundError:  # a missing file: the compiler's message has more detail
         return None
 
 
@@ -310,7 +310,7 @@ def arch_name(kernel: Kernel, arch: Arch) -> str:
     return f"{architectures.name_of(arch)}{kernel.arch_suffix}"
 
 
-def arch_here(kernel: Kernel) -> str:
+def default_target(kernel: Kernel) -> str:
     """The default compile target of `kernel`: that of this machine's GPU, or sm_90a without a GPU."""
     return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
 
@@ -338,7 +338,7 @@ def compile(
         problem: Problem = own
     else:
         problem = owner.adapted(Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal)))
-    target = arch or arch_here(owner)
+    target = arch or default_target(owner)
     chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
     return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, problem, chosen, target)
 

@@ -106,7 +106,7 @@ def _with_scratch(row: Row, name: str) -> Row:
     return row._replace(used=lambda p: SCRATCH[name].shape(p) is not None)
 
 
-NOT_ALWAYS = ("dbias", "dsink")  # an entry that writes one of these is launched only if the caller passes the array
+OPTIONAL_OUTPUTS = ("dbias", "dsink")  # an entry that writes one is launched only if the caller passes the array
 
 
 class Scratch(NamedTuple):

@@ -31,7 +31,7 @@ from ..cpu.instrumented import Fill, Pointer, Report
 from ..engine import pipeline
 from ..engine.choose import choose_tile
 from ..launch import dlpack
-from ..launch.arguments import NOT_ALWAYS, ArgumentBlock, rows_of
+from ..launch.arguments import OPTIONAL_OUTPUTS, ArgumentBlock, rows_of
 from ..launch.dlpack import HOST, Device
 from ..toolchain import snippets, tools
 from . import compute_sanitizer, trial
@@ -154,7 +154,7 @@ def launch_on_host(
     made = trial.outputs_and_scratch(kernel, problem, chosen).items()
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
-        absent = any(name in entry.args and name not in arrays for name in NOT_ALWAYS)
+        absent = any(name in entry.args and name not in arrays for name in OPTIONAL_OUTPUTS)
         if absent or not all(entry.grid(problem, chosen)):
             continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}

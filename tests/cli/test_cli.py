@@ -309,7 +309,7 @@ def test_sass_shows_what_watch_compiles() -> None:
     kernel, device = registry.get("fwd_mma"), check.pick_device(None)
     problem = quick_cases(kernel, device)[0].problem
     shown = parsed("ptx", "fwd_mma")
-    assert (shown["problem"], shown["arch"]) == (problem.as_json(), pipeline.arch_here(kernel))
+    assert (shown["problem"], shown["arch"]) == (problem.as_json(), pipeline.default_target(kernel))
     assert shown["tile"] == dict(choose_tile(kernel, problem, pipeline.arch_of(device)))
     assert parsed("ptx", "fwd_mma", "--causal")["problem"] == {**problem.as_json(), "causal": "bottom-right"}
 

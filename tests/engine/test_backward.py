@@ -388,9 +388,7 @@ def test_deterministic(adds: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     only = {name: kernel for name, kernel in known.items() if kernel.computes != "backward" or name == "adds"}
     monkeypatch.setattr(registry, "kernels", lambda: only)
     sandbox.reload()
-    refused(
-        "no backward kernel supports B1 H2 S5 D8 float32:\n  adds: not deterministic", *given, deterministic=True
-    )
+    refused("no backward kernel supports B1 H2 S5 D8 float32:\n  adds: not deterministic", *given, deterministic=True)
     sandbox.reload()
 
 

@@ -12,7 +12,7 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.engine import choose
-from sandbox.launch.arguments import NOT_ALWAYS, scratch_of
+from sandbox.launch.arguments import OPTIONAL_OUTPUTS, scratch_of
 from sandbox.spec import Problem, Tile
 
 HOPPER = (9, 0)
@@ -96,7 +96,7 @@ def choice(kernel: Kernel, problem: Problem, arch: tuple[int, int] | None, tile:
         (entry.grid(problem, chosen), entry.block(chosen), entry.smem_bytes(problem, chosen), entry.cluster(chosen),
          *(number(problem, chosen) for number in entry.numbers.values()))
         for entry in kernel.entries
-        if not {*entry.args} & {*NOT_ALWAYS}
+        if not {*entry.args} & {*OPTIONAL_OUTPUTS}
     )  # fmt: skip
     defined = sorted(kernel.defines(problem, chosen).items())
     zeroed = [sizes(problem, chosen)[1] for sizes in kernel.scratch.values()]
