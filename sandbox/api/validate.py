@@ -120,7 +120,7 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # j is absent: the map hides keys beyond its Sk
+    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # no j: bits beyond its Sk are 0
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
             raise UnsupportedProblem(
