@@ -302,6 +302,9 @@ def test_a_scale_that_wants_a_gradient_is_refused_where_there_is_none() -> None:
     lengths, scale = torch.tensor([9], dtype=torch.int32), torch.nn.Parameter(torch.tensor(0.5))
     with pytest.raises(UnsupportedProblem, match="attention_paged has no gradient"):
         sandbox.attention_paged(q, pages, pages, table, lengths, scale=scale)
+    for of_numpy in ((table.numpy(), lengths), (table, lengths.numpy()), (table.numpy(), lengths.numpy())):
+        with pytest.raises(UnsupportedProblem, match="attention_paged has no gradient"):
+            sandbox.attention_paged(q.clone().requires_grad_(), pages, pages, *of_numpy)
     eighth = q.to(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedProblem, match="attention of float8 has no gradient"):
         sandbox.attention(eighth, eighth, eighth, scale=scale, descale=(1.0, 1.0, 1.0))
