@@ -328,10 +328,11 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);
-    // Every warp has read Q before rows of O, which are wider, overwrite it.
+    // O overwrites Q: the warp's own rows, or if rows of O are wider, also those of other warps, which must have read
+    // them.
     if (O_ROW_BYTES > Q_ROW_BYTES) __syncthreads();
-    __syncwarp();  // every lane has read the warp's own rows of Q before O overwrites them
-    char* const O_warp = O_ROW_BYTES == Q_ROW_BYTES ? Q_warp : smem + warp * WARP_ROWS * O_ROW_BYTES;
+    __syncwarp();  // every lane has read the warp's rows of Q
+    char* const O_warp = O_ROW_BYTES > Q_ROW_BYTES ? smem + warp * WARP_ROWS * O_ROW_BYTES : Q_warp;
     consumer.stage_O_and_store_LSE(O_warp, LSE, h, lane);
     __syncwarp();  // the warp's rows of O are complete before its lanes copy them in 16-byte chunks
 #pragma unroll 4

@@ -261,7 +261,7 @@ def test_the_compiler_carries_a_kernel_of_ones_own(tmp_path: Path) -> None:
     """An object runs its own source, not what the registry has under its name."""
     ours = registry.get("fwd_minimal")
     source = tmp_path / "fwd_minimal.cu"
-    source.write_text(ours.source.read_text().replace("final_row.inverse);", "2 * final_row.inverse);"))
+    source.write_text(ours.source.read_text().replace("final_row.O_scale);", "2 * final_row.O_scale);"))
     theirs = dataclasses.replace(ours, source=source)
     compiled = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
     expected = sandbox.attention(Q, K, V, kernel=ours)

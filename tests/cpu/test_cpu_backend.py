@@ -864,7 +864,7 @@ def test_copies_of_the_project_share_the_runtime(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(compiler, "run", lambda *args: (compiled.append(args[3].name), run(*args)))
     build.library(source, ["k"], {})
     assert compiled == ["k.cu"]
-    (copy / "launch.h").write_text((copy / "launch.h").read_text() + "namespace { int more; }\n")
+    (copy / "launch.h").write_text((copy / "launch.h").read_text() + f"namespace {{ int more{time.time_ns()}; }}\n")
     build.library(source, ["k"], {})
     assert compiled == ["k.cu", "runtime.cpp", "k.cu"]
 
