@@ -40,9 +40,11 @@ kernel = Kernel(
     rung=2,
     default=True,
     ragged=True,
+    invariant_to=("runs", "entries", "batch", "heads", "ragged"),
     summary="a 2-D thread block per tile; each thread has a register tile of S, dP and the gradients",
     dtypes=("float32", "float16", "bfloat16"),
     min_arch=(7, 5),
+    invariant_tile=lambda p: {},
     tiles=(
         Tile(BLOCK_M=64, BLOCK_N=64, THREADS_X=8, THREADS_Y=16),
         Tile(BLOCK_M=32, BLOCK_N=64, THREADS_X=8, THREADS_Y=16),

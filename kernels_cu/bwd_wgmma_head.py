@@ -35,6 +35,7 @@ kernel = Kernel(
     test_share=10,
     computes="backward",
     rung=4,
+    invariant_to=("runs", "entries", "batch", "heads", "strides"),
     summary="bwd_wgmma for short rows: one block per key/value head; dQ is accumulated and converted in L2",
     dtypes=("float16",),  # bfloat16 spills three registers per n_block
     max_D=64,
@@ -43,6 +44,7 @@ kernel = Kernel(
     scratch={"dQ_accum": lambda p, t: (p.B * p.H * cdiv(p.Sq, 128) * 128 * cdiv(p.D, 16) * 16, 0)},
     default=True,
     first_for=short,
+    invariant_tile=lambda p: {},
     tiles=(Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),),
     grid=lambda p, t: (1, p.Hk, p.B),
     block=lambda t: (384, 1, 1),

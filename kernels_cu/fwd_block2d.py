@@ -30,6 +30,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
+def invariant_tile(p: Problem) -> dict[str, int]:
+    """Keys of a tile, and the threads among which a row's keys are divided: of the first tile that fits."""
+    fitting = next(t for t in kernel.tiles if not check_tile(p, t, None))
+    return {"BLOCK_N": fitting.BLOCK_N, "THREADS_X": fitting.THREADS_X}
+
+
 kernel = Kernel(
     name="fwd_block2d",
     computes="forward",
@@ -38,6 +44,18 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     float8_keys=True,
+    invariant_to=(
+        "runs",
+        "entries",
+        "batch",
+        "heads",
+        "queries",
+        "allocation",
+        "pages",
+        "page_size",
+        "ragged",
+        "strides",
+    ),
     summary="a 2-D thread block per tile; each thread has a register tile of S and O",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
@@ -59,5 +77,6 @@ kernel = Kernel(
         4 * t.BLOCK_M * (cdiv(p.D, t.BLOCK_D) * t.BLOCK_D + t.BLOCK_N + 8) + 4 * t.BLOCK_N * (t.BLOCK_D + 4)
     ),
     check_tile=check_tile,
+    invariant_tile=invariant_tile,
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

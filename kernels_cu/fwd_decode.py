@@ -200,6 +200,7 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     float8_keys=True,
+    invariant_to=("runs", "strides"),
     summary="decoding: packed GQA, split-KV, paged keys; memory-bound",
     dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),

@@ -85,6 +85,7 @@ kernel = Kernel(
     test_share=3,
     computes="forward",
     rung=4,
+    invariant_to=("runs", "entries", "batch", "heads", "SMs", "strides"),
     summary="decoding with enough heads to fill the GPU: packed GQA on warpgroup MMA, fed by TMA, no split-KV",
     dtypes=("float16", "bfloat16"),
     max_D=128,

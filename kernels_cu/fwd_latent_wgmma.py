@@ -102,6 +102,7 @@ kernel = Kernel(
     rung=4,
     default=True,
     paged=True,
+    invariant_to=("runs", "strides"),
     summary="latent attention (MLA): v is a view of k; two warpgroups own the halves of O, a third one computes S",
     dtypes=("float16", "bfloat16"),
     max_D=576,

@@ -10,6 +10,18 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     float8_keys=True,
+    invariant_to=(
+        "runs",
+        "entries",
+        "batch",
+        "heads",
+        "queries",
+        "allocation",
+        "pages",
+        "page_size",
+        "ragged",
+        "strides",
+    ),
     summary="one thread per query row, K and V tiles in shared memory",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
@@ -18,6 +30,7 @@ kernel = Kernel(
     grid=lambda p, t: (p.query_tiles(t.BLOCK_M), p.H, p.batches),
     block=lambda t: (t.BLOCK_M, 1, 1),
     smem_bytes=lambda p, t: 4 * (p.D + p.Dv) * (t.BLOCK_M + t.BLOCK_N),
+    invariant_tile=lambda p: {"BLOCK_N": 32},
     check_tile=lambda p, t, arch: (
         None
         if t.BLOCK_M <= 1024

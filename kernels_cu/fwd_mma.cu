@@ -212,7 +212,8 @@ struct ConsumerWarp {
     // QK_STEPS.
     template <bool MASKED, class Call>
     __device__ __forceinline__ void process_keys(int j, const Call& load_part) {
-        constexpr int KEYS = MASKED && !Head::ELEMENT_MASK ? 16 : SUB_N;
+        // INVARIANT: m may change after the same keys in a masked tile, too.
+        constexpr int KEYS = MASKED && !Head::ELEMENT_MASK && !INVARIANT ? 16 : SUB_N;
         const char* const stage = tiles.stage_of(j);
         const SmemAddr K_smem = smem_address(stage), V_smem = smem_address(stage + K_BYTES);
         const int n0 = j * BLOCK_N;
@@ -324,7 +325,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     if (tiles.end > tiles.begin) tiles.load(tiles.begin);
     consumer.mainloop();
     // P of a masked key is 0, but 0 * NaN = NaN: the fallback computes non-finite tiles again.
-    if (Head::HAS_MASK && __syncthreads_or(!all_finite(state.O)))
+    if (Head::HAS_MASK && !INVARIANT && __syncthreads_or(!all_finite(state.O)))
         return attend_non_finite<BLOCK_M, WARPS>(Q, K, V, O, LSE, group, score, b, h, gridDim.y, m0, warp);
 
     TIMELINE(store);
@@ -341,6 +342,13 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
         if (warp_row + row < head.Sq && chunk * 8 < HEAD_DIM_V)
             *reinterpret_cast<uint4*>(head.query(O, h, warp_row + row) + chunk * 8) =
                 *reinterpret_cast<const uint4*>(O_warp + OTile::at(row, chunk));
+    }
+    if (Head::HAS_MASK && INVARIANT) {
+        __syncwarp();  // the warp's rows are stored before some of them are replaced
+#pragma unroll
+        for (int i = 0; i < 2 * M_TILES; ++i)
+            attend_non_finite_rows(Q, K, V, O, LSE, group, score, b, h, gridDim.y, warp_row + 8 * i,
+                                   state.non_finite_lanes(i / 2, i % 2));
     }
     TIMELINE(done);
 }

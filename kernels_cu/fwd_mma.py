@@ -64,6 +64,11 @@ def prefers_eight_warps(p: Problem) -> bool:
     return p.plain and p.D > 240 and min(p.Sq, p.Sk) >= min_rows and blocks >= 4 * 132
 
 
+def invariant_tile(p: Problem) -> dict[str, int]:
+    """Keys after which m may change."""
+    return {"SUB_N": 32}
+
+
 kernel = Kernel(
     name="fwd_mma",
     computes="forward",
@@ -73,6 +78,7 @@ kernel = Kernel(
     paged=True,
     short_sequences="fwd_decode",
     float8_keys=True,
+    invariant_to=("runs", "entries", "batch", "heads", "allocation", "pages", "page_size", "ragged", "strides"),
     summary="tensor cores (mma.sync): two cp.async stages in swizzled shared memory, deferred rescaling",
     dtypes=("float16", "bfloat16"),
     min_arch=(8, 0),
@@ -96,5 +102,6 @@ kernel = Kernel(
     supports=supports,
     check_tile=check_tile,
     rank=rank,
+    invariant_tile=invariant_tile,
     args=("Q", "K", "V", "O", "LSE", "group", "score"),
 )

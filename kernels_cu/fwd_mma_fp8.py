@@ -55,6 +55,7 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     short_sequences="fwd_decode",
+    invariant_to=("runs", "entries", "batch", "heads", "ragged"),
     summary="8-bit tensor cores (mma.sync): V is transposed by byte permutations between shared memory and MMA",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(8, 9),

@@ -5,6 +5,8 @@ from functools import lru_cache
 
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
+WAVE = 132  # blocks that run at the same time: one per SM
+SPLIT_KEYS = 2048  # about: a whole number of key tiles
 SMEM = 232448  # most shared memory of a block, in bytes
 WIDEST_V = {192: 192, 256: 128}  # by BLOCK_M: the largest Dv whose P V ptxas compiles, at 128 and 96 registers
 
@@ -134,6 +136,7 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     short_sequences="fwd_decode",
+    invariant_to=("runs", "entries", "batch", "heads", "pages", "page_size", "ragged", "SMs", "strides"),
     summary="Hopper's warpgroup MMA, fed by TMA: warp-specialised, persistent, ping-pong consumers",
     dtypes=("float16", "bfloat16"),
     min_arch=(9, 0),
@@ -174,3 +177,88 @@ kernel = Kernel(
         ),
     ),
 )
+
+
+def invariant_tile(p: Problem) -> dict[str, int]:
+    """Keys after which m may change: of the tile that is fastest on average, without regard to lengths and layouts."""
+    width = max(p.D, p.Dv)
+    if p.reads_elements:
+        return {"BLOCK_N": 64 if width <= 128 else 32}
+    return {"BLOCK_N": 64 if width <= 64 else 80}
+
+
+def invariant_rank(p: Problem, t: Tile) -> float:
+    """Rows that fill a tile, and as many stages as fit."""
+    width = max(p.D, p.Dv)
+    large = pure(p) and p.Sq > 128 and width <= 128
+    rows = 256 if large and width <= 64 else 192 if large and p.Sq >= 1152 else 128
+    return 8 * (rows != t.BLOCK_M) - t.STAGES
+
+
+def split_tiles(t: Tile) -> int:
+    """SPLIT_TILES of n_block_range.cuh: key tiles after which the sums of a row begin anew."""
+    return (SPLIT_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
+
+
+def splits(p: Problem, t: Tile) -> int:
+    """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
+    GPU. Of a ragged batch the host does not know them, and windows and masks limit the keys of a row."""
+    work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, split_tiles(t) * t.BLOCK_N)
+    limits_keys = p.bounds[0] is not None or p.block_map[3] or p.alibi
+    return ranges if ranges > 1 and work_tiles < 2 * WAVE and not p.ragged and not limits_keys else 1
+
+
+def partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """Floats of scratch memory, of which none is zeroed: O, m and l of every row and split; without splits, of the
+    earlier keys of each consumer thread of a block (key_splits.cuh)."""
+    if splits(p, t) > 1:
+        return p.batches * p.H * p.Sq * splits(p, t) * (p.Dv + 2), 0
+    vectors = cdiv(p.Dv, 16) * 2 + 1
+    return (4 * grid(p, t)[0] * (1 + vectors * 2 * t.BLOCK_M) if p.rows[1] > split_tiles(t) * t.BLOCK_N else 0), 0
+
+
+def invariant_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """At most BLOCKS persistent blocks."""
+    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H * splits(p, t), t.BLOCKS), 1, 1)
+
+
+invariant_kernel = replace(
+    kernel,
+    name="fwd_wgmma_invariant",
+    test_share=10,
+    preference=-1,
+    short_sequences="",
+    summary="fwd_wgmma with invariant=True: decisions per row; sums over fixed ranges of keys, which blocks may share",
+    invariant_to=(
+        "runs", "entries", "batch", "heads", "queries", "allocation", "pages", "page_size", "ragged", "SMs", "splits",
+        "strides",
+    ),
+    invariant_tile=invariant_tile,
+    tiles=(
+        Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=80, STAGES=3, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=4, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
+    ),
+    rank=invariant_rank,
+    macros={"KEY_SPLITS": 1, "INVARIANT": 1},
+    grid=invariant_grid,
+    scratch={"partials": partials},
+    numbers={"splits": splits},
+    args=(*kernel.args, "partials", "splits"),
+    then=(
+        replace(kernel.then[0], name="fwd_wgmma_invariant_clear"),
+        Entry(
+            name="fwd_wgmma_invariant_combine",
+            grid=lambda p, t: (p.Sq if splits(p, t) > 1 else 0, p.H, p.batches),
+            block=lambda t: (64, 1, 1),
+            numbers={"splits": splits},
+            args=("Q", "K", "V", "O", "LSE", "H", "heads", "group", "score", "partials", "splits"),
+        ),
+    ),
+)  # fmt: skip
+
+kernels = (kernel, invariant_kernel)

@@ -124,6 +124,7 @@ kernel = Kernel(
     rung=4,
     default=True,
     ragged=True,
+    invariant_to=("runs",),
     summary="Hopper's warpgroup MMA of 8 bits: transpose warps for V, long sums accumulated in fp32",
     dtypes=("float8_e4m3", "float8_e5m2"),
     min_arch=(9, 0),

@@ -63,4 +63,8 @@ struct Arguments {  // parameters of fwd_wgmma
     int H, batch_heads, group;
     const Score& score;
     unsigned* tile_counter;
+#if KEY_SPLITS
+    float* partials;
+    int splits;
+#endif
 };

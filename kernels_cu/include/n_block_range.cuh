@@ -33,6 +33,8 @@ constexpr bool STAGGERED =
 // could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
 
+constexpr int SPLIT_TILES = (2048 + BLOCK_N / 2) / BLOCK_N;  // key tiles of a split, if KEY_SPLITS
+
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
 // mask_allows_all: the mask tensor and mask_mod hide no key of the tile from the consumer's rows. Lengths, causality
@@ -47,11 +49,25 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     int tiles;  // how many; with a block map, at most
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
         n_blocks = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
+#if KEY_SPLITS && !RAGGED
+        n_blocks = of_split(n_blocks);
+#endif
         tiles = n_blocks.end - n_blocks.begin;
     }
+#if KEY_SPLITS && !RAGGED
+    // The part of a range of key tiles that belongs to the work tile's split.
+    __device__ __forceinline__ Range of_split(Range all) const {
+        if (split < 0) return all;
+        const int begin = max(all.begin, split * SPLIT_TILES);
+        return {begin, max(begin, min(all.end, (split + 1) * SPLIT_TILES))};
+    }
+#endif
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int n0(int j) const {
-        return (WALK_BACKWARDS ? n_blocks.end - 1 - j : Head::HAS_LEFT_BOUND ? n_blocks.begin + j : j) * BLOCK_N;
+        return (WALK_BACKWARDS                       ? n_blocks.end - 1 - j
+                : Head::HAS_LEFT_BOUND || KEY_SPLITS ? n_blocks.begin + j
+                                                     : j) *
+               BLOCK_N;
     }
     // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own_n_blocks:
     // the range of its `count` key tiles.
@@ -107,13 +123,19 @@ struct ConsumerTiles : WorkTileRange {
     __device__ __forceinline__ ConsumerTiles(const WorkTile& tile, unsigned warp, const Score& score)
         : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1),
           warpgroup_row(row0 + WARPGROUP_ROWS * consumer), warp_row(warpgroup_row + warp % 4 * 16),
-          head(sequence(score), h()), own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
+          head(sequence(score), h()),
+#if KEY_SPLITS && !RAGGED
+          own_n_blocks(of_split(n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS))),
+#else
+          own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
+#endif
           own_tiles(Head::HAS_BLOCK_MAP       ? tiles
                     : warpgroup_row < head.Sq ? own_n_blocks.end - own_n_blocks.begin
                                               : 0),
           first_own(first_own_tile(own_n_blocks, own_tiles)),
           last(Head::HAS_BLOCK_MAP && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
-          fully_visible_keys(head.fully_visible_keys<Head::HAS_BLOCK_MAP>(warp_row, warp_row + 16)) {}
+          fully_visible_keys(head.fully_visible_keys<Head::HAS_BLOCK_MAP>(warp_row, warp_row + 16)) {
+    }
 
     // Key tile j. With a block map it is given by its list entry, which also tells `last`.
     __device__ __forceinline__ KeyTile key_tile(int j, unsigned entry) {

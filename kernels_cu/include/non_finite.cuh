@@ -69,6 +69,17 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
     }
 }
 
+// INVARIANT: of the eight rows m0 .. m0 + 7, those of which a lane has an element of O that is not finite; lanes 4 g to
+// 4 g + 3 have row m0 + g. The other rows keep their bits. A warp calls it.
+__device__ __forceinline__ void attend_non_finite_rows(const View<const dtype>& Q, const View<const dtype_k>& K,
+                                                       const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE,
+                                                       int group, const Score& score, int b, int h, int H, int m0,
+                                                       unsigned lanes) {
+#pragma unroll 1
+    for (int g = 0; g < 8; ++g)
+        if (lanes >> 4 * g & 15) attend_non_finite<1, 1>(Q, K, V, O, LSE, group, score, b, h, H, m0 + g, 0);
+}
+
 // P after dropout (p), and dS, of query row i and key j. All lanes of the warp call it.
 struct ElementGradients {
     float p, ds;

@@ -8,6 +8,8 @@
 // WINDOW   1: left bound, 2: right bound
 // BIAS     1: Q's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
+// INVARIANT  1: the bits of a row must not depend on the other rows of its warp, nor on where its tile begins
+// KEY_SPLITS  1: sums over fixed ranges of keys, which several blocks may share (key_splits.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
 // SCORE_SNIPPET  1: the user's expressions (score_mod and mask_mod of FlexAttention), generated as CUDA code
 #ifndef WINDOW
@@ -48,6 +50,12 @@
 #endif
 #ifndef BLOCK_MAP
 #define BLOCK_MAP 0
+#endif
+#ifndef INVARIANT
+#define INVARIANT 0
+#endif
+#ifndef KEY_SPLITS
+#define KEY_SPLITS 0
 #endif
 #ifndef SCORE_BYTES
 #define SCORE_BYTES 16

@@ -231,6 +231,9 @@ struct Head : Mask {
             l == 0.0f       ? 0.0f
             : APPROXIMATELY ? reciprocal(l)
                             : 1.0f / l};
+        // One rounding order, whichever products the compiler contracts.
+        if (INVARIANT && UNITS != ScoreUnits::SCALED)
+            row.lse = fmaf(m, softmax_scale, APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l));
 #if SINK
         const float without = row.lse,
                     gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum

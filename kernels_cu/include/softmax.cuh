@@ -63,6 +63,31 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             P[i / 4][i % 4] = pack(p0, p1);
         }
     }
+    // INVARIANT: a row whose sum exceeds the limit, or whose |m| is large, has its m raised and its P computed from
+    // differences; the other rows of the warp keep theirs. alpha: the factors of O.
+    __device__ __forceinline__ void raise_own_max(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
+                                                  float scale_log2, float (&sum)[2], float (&alpha)[2]) {
+        float lane_max[2] = {-INF, -INF};
+        max_of(lane_max, S);
+        bool raised[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            raised[half] = row_max<4>(sum[half]) > P_SUM_LIMIT || Head::is_large(m[half], scale_log2);
+            const float m_old = m[half], highest = row_max<4>(lane_max[half]);
+            if (raised[half]) m[half] = fmaxf(m_old, highest), sum[half] = 0.0f;
+            alpha[half] = rescale_factor(m_old, m[half], scale_log2);
+            l[half] *= alpha[half];
+        }
+        const float tops[2] = {m_or_zero(m[0]), m_or_zero(m[1])};
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 4; ++i) {
+            if (!raised[i % 2]) continue;
+            const float p0 = ex2((S[2 * i] - tops[i % 2]) * scale_log2);
+            const float p1 = ex2((S[2 * i + 1] - tops[i % 2]) * scale_log2);
+            sum[i % 2] += p0 + p1;
+            P[i / 4][i % 4] = pack(p0, p1);
+        }
+    }
     // Whether |m| of a row of the warp is so large that P must be computed from S - m.
     __device__ __forceinline__ bool large(float scale_log2) const {
         return __any_sync(0xffffffffu, Head::is_large(m[0], scale_log2) || Head::is_large(m[1], scale_log2));
@@ -74,17 +99,20 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
                                            float scale_log2, const RescaleO& rescale_O) {
         if (IS_FIRST_TILE) {
             update_max(S);
-            exponentiate(P, S, scale_log2, l);
+            // INVARIANT: as a row whose first keys are in a later tile.
+            if (INVARIANT) exponentiate_differences(P, S, scale_log2, l);
+            else exponentiate(P, S, scale_log2, l);
             m_is_large = large(scale_log2);
-            if (m_is_large) exponentiate_differences(P, S, scale_log2, l);
+            if (m_is_large && !INVARIANT) exponentiate_differences(P, S, scale_log2, l);
             return;
         }
         float sum[2];
         if (__any_sync(0xffffffffu, exponentiate(P, S, scale_log2, sum) || m_is_large)) {
             float alpha[2];
-            raise_max(S, scale_log2, alpha);
+            if (INVARIANT) raise_own_max(P, S, scale_log2, sum, alpha);
+            else raise_max(S, scale_log2, alpha);
             rescale_O(alpha);
-            exponentiate_differences(P, S, scale_log2, sum);
+            if (!INVARIANT) exponentiate_differences(P, S, scale_log2, sum);
             m_is_large = large(scale_log2);
         }
         l[0] += sum[0];

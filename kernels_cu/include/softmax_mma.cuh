@@ -55,7 +55,11 @@ struct WarpSoftmax {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float m_old = m[mt][half], scale_log2 = scales_log2[mt][half];
-                const float m_new = fmaxf(m_old, row_max<4>(lane_max[mt][half]));
+                const float highest = row_max<4>(lane_max[mt][half]);
+                // INVARIANT: only rows that exceed their own limit change, not all rows of the warp.
+                const bool own =
+                    !INVARIANT || highest > m_old + RESCALE_THRESHOLD / scale_log2 || Head::is_large(m_old, scale_log2);
+                const float m_new = own ? fmaxf(m_old, highest) : m_old;
                 const float alpha = rescale_factor(m_old, m_new, scale_log2);
                 m[mt][half] = m_new;
                 any_large |= Head::is_large(m_new, scale_log2);
@@ -74,6 +78,14 @@ struct WarpSoftmax {
             const int mt = i / (N_TILES * 4), half = i / 2 % 2;
             if (Head::is_large(m[mt][half], scales_log2[mt][half])) S[mt][i / 4 % N_TILES][i % 4] -= m[mt][half];
         }
+    }
+
+    // The lanes with an element of O that is not finite, in rows g (half 0) or g + 8 of tile mt.
+    __device__ __forceinline__ unsigned non_finite_lanes(int mt, int half) const {
+        float zero = 0.0f;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 4; ++i) zero = fmaf(O[mt][i / 2][2 * half + i % 2], 0.0f, zero);
+        return __ballot_sync(0xffffffffu, !(zero == 0.0f));
     }
 
     // P = exp2((S - m) * scale_log2) of one row, and l += P: calls use(nt, p0, p1) for each pair of adjacent keys.

@@ -138,10 +138,10 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
 
         // Publishes all work tiles of the block, in the order that suits the problem, and then an invalid one; called
         // by all lanes of the warp. A dynamic order (ragged, block map) calls f(work_tile) after each. CAUSAL_WINDOW:
-        // use the order for windows. batch_heads: B * H, or H in a ragged batch.
+        // use the order for windows. batch_heads: B * H, or H in a ragged batch, times `splits` of the keys.
         template <bool CAUSAL_WINDOW, class F>
         __device__ __forceinline__ void publish_all(const Score& score, unsigned batch_heads, unsigned H,
-                                                    unsigned group, unsigned* tile_counter, F f) {
+                                                    unsigned group, unsigned* tile_counter, F f, unsigned splits = 1) {
 #if RAGGED
             publish_dynamic(LongestFirst<QueryTileOrder>(score), batch_heads, group, tile_counter, f);
 #elif BLOCK_MAP
@@ -149,9 +149,17 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
 #else
             if (!elect()) return;
             const unsigned m_blocks = query_tiles<BLOCK_M>(score);
+#if KEY_SPLITS
+            const auto publish_tile = [&](unsigned m_block, unsigned batch_head) {
+                WorkTile work_tile(m_block * BLOCK_M, batch_head / splits, H);
+                if (splits > 1) work_tile.split = batch_head % splits;
+                publish(work_tile);
+            };
+#else
             const auto publish_tile = [&](unsigned m_block, unsigned batch_head) {
                 publish(WorkTile(m_block * BLOCK_M, batch_head, H));
             };
+#endif
             if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, m_blocks, batch_heads, publish_tile);
             else for_each_work_tile</*WAVES_BY_HEAD=*/true>(m_blocks, batch_heads, publish_tile);
             publish(WorkTile());

@@ -19,6 +19,9 @@ struct WorkTile {  // extent: offsets and lengths of its sequence, so that consu
 #else
 struct WorkTile {  // batch_head: b * H + head_in_batch
     int b = -1, row0 = 0, batch_head = 0, head_in_batch = 0;
+#if KEY_SPLITS
+    int split = -1;  // the range of keys (key_splits.cuh); -1: all keys
+#endif
     WorkTile() = default;
     __device__ __forceinline__ WorkTile(unsigned row0, unsigned batch_head, unsigned H)
         : b(batch_head / H), row0(row0), batch_head(batch_head), head_in_batch(batch_head % H) {}

@@ -62,6 +62,11 @@ def attention_forward(
     becomes the largest number of v's dtype, and rounded to that dtype; out_dtype: bfloat16 (the default), float16 or
     float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
 
+    invariant: the bits of a row of out and lse depend only on its q, its keys and the options: not on the rest of the
+    batch, nor on whether the row is decoded or part of a prefill or of a chunk, and whether its keys are dense, ragged
+    or in pages; equal on GPUs of one architecture (docs/bits.md). Not for float8, nor with dropout, which depends on
+    the indices of a row.
+
     kernel: a name from `python -m sandbox list`; by default the fastest one for the problem, as measured
     (`python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...".
     backend: "cuda" or "cpu"; by default that of the arrays.
@@ -233,7 +238,7 @@ def attention_backward(
     q, k, v and the options as in `attention_forward`; out (B, H, Sq, Dv) and lse (B, H, Sq) as it returned them; dout
     (B, H, Sq, Dv), of q's dtype. A dout or out without unit stride in the last dimension (such as an expanded dout) and
     a non-contiguous lse are copied; the logger "sandbox" reports it. deterministic: use only kernels whose results are
-    bitwise equal in every call.
+    bitwise equal in every call. invariant: that, and the gradients of a batch entry do not depend on other entries.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
     share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias,

@@ -31,6 +31,7 @@ class _Keywords(TypedDict, total=False):
     score: Score | None
     dropout: float
     seed: Any
+    invariant: bool
     kernel: str | Kernel | None
     tile: Tile | str | Mapping[str, int] | None
     backend: str | None
@@ -84,6 +85,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     score: Score | None = None  # without its tensors
     dropout: float = 0.0
+    invariant: bool = False
     descale: tuple[float | None, ...] = ()  # of q, k, v: a number, or None for an array
     out_dtype: str = ""  # "": the default
     max_seqlen: tuple[int | None, int | None] | None = None  # of a ragged batch: of q, of k; None where it is not known

@@ -5,6 +5,7 @@ Arrays are of one kind if their shapes, strides, alignment, dtypes, library and 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import call
@@ -145,6 +146,9 @@ def _plan(
 ) -> Plan:  # fmt: skip
     home = views["q"].device  # where the arrays are
     device = _device(home, options.backend)  # where the kernel runs
+    packed = device == home and _packable(problem, views)
+    if packed:
+        problem = dataclasses.replace(problem, H=problem.Hk, Sq=problem.group, causal=False)
     kernel = _kernel(computes, problem, pipeline.arch_of(device), options)
     tile = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(options.tile), tuned=True)
     to_caller = library.to_caller(like)
@@ -162,6 +166,8 @@ def _plan(
         return _converting_plan(staged, to_caller) if to_caller else staged
     tensors = dict(zip(given, views.values(), strict=True))
     tensors |= {name: library.view(makers[name]()) for name in results}
+    if packed:
+        tensors |= {name: _packed(tensors[name], problem) for name in ("Q", *results)}
     prepared = pipeline.prepare(kernel, tile, problem, tensors, device, [*given, *makers])
     if missing := results.keys() - {*prepared.tensor_names}:
         raise UnsupportedProblem(
@@ -183,6 +189,21 @@ def _plan(
         return made
 
     return _converting_plan(plan, to_caller) if to_caller else plan
+
+
+def _packable(p: Problem, views: Mapping[str, ArrayView]) -> bool:
+    """Whether the heads of a group are passed as queries of one head, so that each key is read once for all of them
+    (packed GQA): with `invariant`, one query, and options that do not depend on its head or place. Kernels for
+    decoding pack them by themselves."""
+    alike = p.options <= {"invariant", "softcap", "key_lengths", "page_size"} and p.causal != "top-left"
+    return p.invariant and p.Sq == 1 and p.group > 1 and alike and not p.ragged and views["q"].strides[1] > 0
+
+
+def _packed(view: ArrayView, p: Problem) -> ArrayView:
+    """Q, O or LSE, of (B, Hk * group, 1) rows, as (B, Hk, group) rows; `p`: the problem after packing."""
+    b, h, _, *column = view.strides
+    shape = (view.shape[0], p.H, p.Sq, *view.shape[3:])
+    return ArrayView(view.pointer, shape, (b, p.Sq * h, h, *column), view.dtype, view.device, view.owner)
 
 
 def _together(scratch: Sequence[_Layout]) -> tuple[int, list[int]]:

@@ -36,11 +36,14 @@ def use_in_torch(
     kernel: str | Kernel | None = None,
     backward: str | Kernel | None = None,
     tile: Tile | str | Mapping[str, int] | None = None,
+    *,
+    invariant: bool = False,
 ) -> Slot:
     """A context in which PyTorch's own `scaled_dot_product_attention` runs on our kernels, forward and backward,
     with dropout, on CUDA and on the CPU; and everything else that calls PyTorch's flash operators, dense and ragged.
 
     kernel, tile: of the forward, by default those that `attention` selects; backward: the kernel of the backward.
+    invariant: as in `attention_forward`.
     Unsupported problems go to PyTorch's own kernel; the logger "sandbox" reports the reason. Leaving the context
     restores what was active before. Without `with`, `activate()` and `restore()` do the same. In PyTorch 2.11 and later
     torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl() do it for the latest
@@ -53,7 +56,7 @@ def use_in_torch(
     """
     for name, computes in ((kernel, "forward"), (backward, "backward")):
         named(name, computes)  # raises: an unknown name is not an unsupported problem
-    slot = Slot(kernel, backward, tile)
+    slot = Slot(kernel, backward, tile, invariant)
     if registry := _registry():
         registry.register_flash_attention_impl(NAME, register_fn=slot.register)
     return slot
@@ -69,8 +72,8 @@ def _registry() -> Any:
 class Slot:
     """See `use_in_torch`."""
 
-    def __init__(self, kernel: Any, backward: Any, tile: Any):
-        self._forward, self._backward = (kernel, tile), (backward, None)
+    def __init__(self, kernel: Any, backward: Any, tile: Any, invariant: bool = False):
+        self._forward, self._backward = (kernel, tile, invariant), (backward, None, invariant)
         self._library: Library | None = None
         self._before: str | None = None  # the implementation in PyTorch's registry that was active, if not one of ours
 
@@ -165,9 +168,9 @@ class Slot:
         UnsupportedProblem if PyTorch computed the forward, SandboxError if our forward supports the problem, but no
         backward of ours.
         """
-        kernel, tile = self._backward
+        kernel, tile, invariant = self._backward
         deterministic = torch.are_deterministic_algorithms_enabled()
-        backward = replace(options, kernel=kernel, tile=tile, deterministic=deterministic)
+        backward = replace(options, kernel=kernel, tile=tile, deterministic=deterministic, invariant=invariant)
         if not options.dropout:
             return run_backward(arrays, backward)
         forward = plan_forward((*arrays[1:4], *arrays[6:]), self._as_forward(options))[0]
@@ -181,8 +184,10 @@ class Slot:
             ) from None
 
     def _as_forward(self, options: Options) -> Options:
-        kernel, tile = self._forward
-        return options if kernel is None and tile is None else replace(options, kernel=kernel, tile=tile)
+        if self._forward == (None, None, False):
+            return options
+        kernel, tile, invariant = self._forward
+        return replace(options, kernel=kernel, tile=tile, invariant=invariant)
 
 
 def _theirs(name: str, device: str) -> Any:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import registry
-from ..core.kernel import Arch, Kernel
+from ..core.kernel import INVARIANCES, Arch, Kernel
 from ..core.operation import Operation
 from ..engine import choose
 from ..launch.dlpack import HOST
@@ -40,6 +40,7 @@ from .output import print_json, screen
 @causal_option
 @score_options
 @click.option("--arch", help="Choose for this architecture, such as sm_80, or for cpu. Default: this machine.")
+@click.option("--guarantees", is_flag=True, help="What may change without changing the bits of a row (docs/bits.md).")
 @json_option
 def list_(
     shape: str | None,
@@ -48,23 +49,25 @@ def list_(
     causal: str | None,
     scored: Scored,
     arch: str | None,
+    guarantees: bool,
     as_json: bool,
 ) -> None:
     """List the kernels; with --shape, the kernel that is chosen for the problem.
 
-    Columns: kernel, rung, dtypes, head dimensions (of a custom operation its dims), architecture, idea. All other
-    options except --json need --shape.
+    Columns: kernel, rung, dtypes, head dimensions (of a custom operation its dims), architecture, idea. The score
+    options, --dtype and --arch need --shape.
     """
     shape = shape or problem
     if shape is None:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES, "arch")
         kernels = registry.kernels().values()
         if as_json:
-            fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default")
+            fields = ("name", "computes", "rung", "dtypes", "max_D", "min_arch", "summary", "source", "default",
+                      "invariant_to")  # fmt: skip
             more = [{"computes": k.operation.name, "tiles": [dict(t) for t in k.tiles]} for k in kernels]
             print_json([{f: getattr(k, f) for f in fields} | own for k, own in zip(kernels, more, strict=True)])
         else:
-            screen().print(_ladder_table(kernels))
+            screen().print(_guarantees_table(kernels) if guarantees else _ladder_table(kernels))
         return
     wanted = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
@@ -109,6 +112,16 @@ def _ladder_table(kernels: Iterable[Kernel]) -> Table:
             sizes = ",".join(k.computes.dims)
             sizes = sizes if len(sizes) <= _SIZES_WIDTH else f"{len(k.computes.dims)} dims"
         shown.add_row(k.name, rung, " ".join(k.dtypes), sizes, arch, idea)
+    return shown
+
+
+def _guarantees_table(kernels: Iterable[Kernel]) -> Table:
+    """The table of `list --guarantees`: what may change without changing the bits of a row, as the specs declare it."""
+    shown = table("kernel", *INVARIANCES)
+    for k in kernels:
+        if k.invariances:
+            cells = ("yes" if name in k.invariant_to else "" if name in k.invariances else "-" for name in INVARIANCES)
+            shown.add_row(k.name, *cells)
     return shown
 
 

@@ -37,6 +37,22 @@ _ATTENTION = (  # in the order in which kernels are listed
 )
 COMPUTATIONS = {computation.name: computation for computation in _ATTENTION}
 
+INVARIANCES = {  # what may change while the bits of a row stay the same (`Kernel.invariant_to`)
+    "runs": "another launch",
+    "entries": "other batch entries: their values and lengths",
+    "batch": "number of batch entries, and the position of the row's own",
+    "heads": "number and order of heads",
+    "queries": "other queries: chunks of a prefill, decoding",
+    "allocation": "keys allocated beyond key_lengths",
+    "pages": "keys in pages instead of contiguous, and the order of the pages",
+    "page_size": "keys per page",
+    "ragged": "a ragged batch instead of a dense one",
+    "SMs": "number of SMs: BLOCKS of the tile",
+    "splits": "number of splits of the keys",
+    "cluster": "blocks per cluster: CLUSTER of the tile",
+    "strides": "strides and alignment of the tensors",
+}
+
 
 class BoxRows(NamedTuple):
     """A tensor map of an operation's matrix, (rows, columns) in 16 bits: one TMA copy moves `rows(tile)` rows of 64
@@ -101,6 +117,12 @@ class Kernel(Entry):
     paged: bool = False  # True: it takes keys in pages; it finds them by include/seqlen.cuh
     float8_keys: bool = False  # True: it takes float8 keys and values with 16-bit queries
     deterministic: bool = True  # False: sums by atomics, in any order
+    invariant_to: tuple[str, ...] = ()
+    """What may change without changing the bits of a row, with the same tile: names in `INVARIANCES`. `bits` confirms
+    it by experiment."""
+    invariant_tile: Callable[[Problem], Mapping[str, int]] | None = None
+    """With `invariant=True`: the numbers of the tile that determine the bits of a row. They follow from dtypes, head
+    dimensions and options alone. None: `invariant=True` is not supported."""
     test_share: int = 1
     """The CPU backend runs a sample of one in `test_share` of the kernel's tests: more than 1 for kernels for few
     problems, and for those that share their source with another one."""
@@ -147,6 +169,9 @@ class Kernel(Entry):
         for dtype in self.dtypes:
             if dtype not in ITEMSIZE:
                 raise SpecError(f"{self.name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
+        for name in self.invariant_to:
+            if name not in INVARIANCES:
+                raise SpecError(f"{self.name}: invariant_to: {name!r} is not one of {', '.join(INVARIANCES)}")
 
     def _check_operation(self, operation: Operation) -> None:
         """Validates the fields that belong to an operation, and gives it a name."""
@@ -175,6 +200,17 @@ class Kernel(Entry):
     def operation(self) -> Operation | Computation:
         """What the kernel computes."""
         return self.computes if isinstance(self.computes, Operation) else COMPUTATIONS[self.computes]
+
+    @property
+    def invariances(self) -> tuple[str, ...]:
+        """The names in `INVARIANCES` that apply to it."""
+        if self.computes not in ("forward", "backward"):
+            return ()
+        forward, tile = self.computes == "forward", self.tiles[0]
+        applies = {"queries": forward, "allocation": forward, "pages": self.paged, "page_size": self.paged}
+        applies |= {"ragged": self.ragged, "SMs": "BLOCKS" in tile, "cluster": "CLUSTER" in tile}
+        applies["splits"] = "splits" in self.numbers
+        return tuple(name for name in INVARIANCES if applies.get(name, True))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -219,6 +255,8 @@ class Kernel(Entry):
             use = "forward only" if self.computes == "backward" else "not supported"
             other = "" if self.computes == "backward" else "use fwd_wgmma, fwd_mma or fwd_decode, or "
             return f"{self.name}: paged keys are {use}: {other}gather the pages into k and v (B, Hk, Sk, D)"
+        if problem.invariant and self.invariant_tile is None and self.computes in ("forward", "backward"):
+            return f"{self.name}: invariant=True is not supported: the bits of a row depend on the rest of the problem"
         if self.latent and not problem.latent:
             return (
                 f"{self.name}: only latent attention is supported, where v is the view k[..., :Dv] of k: this v has "
@@ -261,6 +299,13 @@ class Kernel(Entry):
         """Why `tile` is not valid for `problem`, as a sentence; None if it is."""
         if set(tile) != set(self.tiles[0]):
             return f"{self.name}: tile {tile or '(empty)'} must set {', '.join(self.tiles[0])} and nothing else"
+        if problem.invariant and self.invariant_tile:
+            for number, value in self.invariant_tile(problem).items():
+                if tile[number] != value:
+                    return (
+                        f"{self.name}: {number}={tile[number]} is not supported with invariant=True: it must be "
+                        f"{value}, because the bits of a row depend on it"
+                    )
         reason = self.check_tile(problem, tile, arch)
         return f"{self.name}: {reason}" if reason else None
 

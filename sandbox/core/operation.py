@@ -72,6 +72,7 @@ class OperationProblem:
     float8_keys: bool = field(default=False, init=False, repr=False)
     kv_dtype: str = field(default="", init=False, repr=False)
     plain: bool = field(default=True, init=False, repr=False)
+    invariant: bool = field(default=False, init=False, repr=False)
     head_dims: tuple[tuple[str, int], ...] = field(default=(), init=False, repr=False)
 
     def __getitem__(self, name: str) -> int:

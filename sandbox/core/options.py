@@ -233,6 +233,12 @@ def _drawn_lengths(rng: Any, p: Problem) -> Any:
     return lengths
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name}={value!r} must be True or False")
+    return value
+
+
 def _score(name: str, value: Any) -> Score | None:
     if value is not None and not isinstance(value, Score):
         raise SpecError(f'{name}={value!r} must be a sandbox.Score, such as sandbox.Score("x - 0.1f * abs(i - j)")')
@@ -383,6 +389,11 @@ OPTIONS: tuple[Option, ...] = (
         tensors=lambda p: _tensor("block_map", p.block_map if p.block_map[3] else (), "bhi"),
     ),
     Option(
+        name="invariant", macro="INVARIANT", level=lambda p: p.invariant, check=_flag,
+        flag={"is_flag": True, "help": "Bits of a row that depend only on its q, its keys and the options."},
+        text=lambda p: "invariant" if p.invariant else "",
+    ),
+    Option(
         name="score", macro="SCORE_SNIPPET", level=_snippet_level, check=_score,
         tensors=_snippet_tensors,
         flag={"metavar": "FILE.py", "help": "Python file that defines `score`, a sandbox.Score."},
@@ -397,8 +408,7 @@ BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()} 
 SHOWN = tuple(
     BY_NAME[name] for name in
     ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "kv_dtype", "descale",
-     "score",
-     "dropout")
+     "score", "dropout", "invariant")
 )  # fmt: skip  # in the order of texts, command-line flags and cases
 
 

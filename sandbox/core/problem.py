@@ -48,6 +48,8 @@ class Problem:
 
     `latent`: v is a view of the first Dv columns of k (latent attention, as in DeepSeek's models), so that a kernel may
     read both at once.
+
+    `invariant`: the bits of a row of O and LSE must depend only on its q, its keys and the options (docs/bits.md).
     """
 
     B: int
@@ -83,6 +85,7 @@ class Problem:
     pages: int = 0
     latent: bool = False
     part: str = ""  # "short", "long": these sequences only
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -270,6 +273,18 @@ class Problem:
 
         return tuple(part(*pair) for pair in self.lengths)
 
+    def one_entry(self, H: int, Hk: int, Sq: int, Sk: int) -> Problem:
+        """A problem with the same dtypes, head dimensions and options, of one dense batch entry with these sizes."""
+        fields: dict[str, Any] = {"ragged": (), "lengths": (), "page_size": 0, "pages": 0, "key_lengths": False}
+        fields |= {
+            name: (1,) * len(shape)
+            for name, array in ARRAYS.items()
+            if array.shape_is_field and (shape := getattr(self, name))
+        }
+        fields |= {"descale": tuple(n if isinstance(n, float) else (1, 1) for n in self.descale)}
+        fields |= {"alignment": 16, "mappable": True, "bias_boxes": True, "latent": False, "part": ""}
+        return dataclasses.replace(self, B=1, H=H, Hk=Hk, Sq=Sq, Sk=Sk, **fields)
+
     @cached_property
     def options(self) -> frozenset[str]:
         """The names of the score options that are set, other than scale and causal: of rows of core/options.py.
@@ -286,7 +301,7 @@ class Problem:
     @property
     def plain(self) -> bool:
         """Whether there are no score options other than scale and causal, and Dv is D."""
-        others = (name for name in _ABSENT if name not in ("Dv", "latent", "part"))
+        others = (name for name in _ABSENT if name not in ("Dv", "latent", "part", "invariant"))
         return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in others)
 
     @property

@@ -60,7 +60,10 @@ def choose_tile(
     if reason := kernel.why_unsupported(problem, arch):
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
-    ranks = ranked(kernel, problem)
+    decisive = deciding(problem, kernel.computes) if kernel.computes == "backward" else problem
+    if decisive is not problem:
+        found = None
+    ranks = ranked(kernel, decisive)
     own = dict.fromkeys(
         (_fitted(candidate, multiprocessors) for candidate in ranks),
         "the first of the spec's tiles that fits and does not spill",
@@ -76,7 +79,7 @@ def choose_tile(
         if reason := why_tile_unsupported(kernel, problem, candidate, arch):
             reasons.append(reason)
             continue
-        spilled[candidate] = 0 if tile is not None else spills.spilled(kernel, problem, candidate, arch)
+        spilled[candidate] = 0 if tile is not None else spills.spilled(kernel, decisive, candidate, arch)
         if not spilled[candidate]:
             log.logger.log(log.CHOICES, "%s on %s: tile %s, %s", kernel.name, problem, candidate, why)
             return candidate
@@ -90,6 +93,20 @@ def choose_tile(
 def ranked(kernel: Kernel, problem: Problem) -> list[Tile]:
     """The spec's tiles in the order in which they are tried."""
     return sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
+
+
+_SIZE = 4096  # of queries and keys, where a choice must not depend on them
+
+
+def deciding(problem: Problem, computes: object) -> Problem:
+    """The problem from which kernel and tile follow. With `invariant` it has one batch entry, the dtypes, head
+    dimensions and options of `problem`, and of a dense backward also its heads and lengths; in a forward, only the
+    numbers of the tile in `Kernel.invariant_tile` must follow from it. Otherwise `problem` itself."""
+    if not problem.invariant or computes not in ("forward", "backward"):
+        return problem
+    if computes == "forward" or problem.ragged:
+        return problem.one_entry(1, 1, _SIZE, _SIZE)
+    return problem.one_entry(problem.H, problem.Hk, problem.Sq, problem.Sk)
 
 
 def _fitted(tile: Tile, multiprocessors: int) -> Tile:
@@ -140,8 +157,20 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None, determinis
     """The first candidate that supports `problem` on `arch`: the highest default rung, unless another kernel is
     `first_for` the problem. `deterministic`: only kernels whose results are bitwise equal in every launch.
 
+    With `problem.invariant`, it follows from `deciding(problem)`.
+
     Raises UnsupportedProblem with every kernel's reason.
     """
+    decisive = deciding(problem, computes)
+    if decisive is problem:
+        return _first_candidate(problem, computes, arch, deterministic)
+    kernel = _first_candidate(decisive, computes, arch, deterministic=True)
+    if reason := kernel.why_unsupported(problem, arch):
+        raise UnsupportedProblem(f"{reason} (invariant=True: layouts and lengths must not choose another kernel)")
+    return kernel
+
+
+def _first_candidate(problem: Problem, computes: str, arch: Arch | None, deterministic: bool) -> Kernel:
     reasons: list[str] = []
     spilling: list[Kernel] = []
     for candidate in candidates(problem, computes, arch, deterministic):

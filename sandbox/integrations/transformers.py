@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 
 
 def register(
-    name: str = "sandbox", kernel: str | Kernel | None = None, tile: Tile | str | Mapping[str, int] | None = None
-) -> None:
+    name: str = "sandbox", kernel: str | Kernel | None = None, tile: Tile | str | Mapping[str, int] | None = None,
+    invariant: bool = False,
+) -> None:  # fmt: skip
     """Makes `name`, and "paged|" and `name`, an attn_implementation, whose forward is `kernel` with `tile`, by default
-    what `attention` chooses. Registering again replaces it, also for models that are there already."""
-    AttentionInterface.register(name, partial(_attend, kernel=kernel, tile=tile))
-    AttentionInterface.register(f"paged|{name}", partial(_attend_pages, kernel=kernel, tile=tile))
+    what `attention` chooses; invariant: as in `attention_forward`. Registering again replaces it, also for models that
+    are there already."""
+    how: dict[str, Any] = {"kernel": kernel, "tile": tile, "invariant": invariant}
+    AttentionInterface.register(name, partial(_attend, **how))
+    AttentionInterface.register(f"paged|{name}", partial(_attend_pages, **how))
     AttentionMaskInterface.register(name, _mask)
 
 
@@ -45,7 +48,7 @@ def _attend(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
     softcap: float | None = None, s_aux: Any = None, position_bias: Any = None, cache: Any = None, kernel: Any = None,
-    tile: Any = None, **others: Any,
+    tile: Any = None, invariant: bool = False, **others: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """(out, no weights), out (B, Sq, H, D), of query (B, H, Sq, D), key and value (B, Hk, Sk, D)."""
     if cache is not None:
@@ -63,7 +66,7 @@ def _attend(
     sink = None if s_aux is None else s_aux.float()
     out = attention(
         query, key, value, scale=scaling, softcap=softcap or 0.0, sink=sink, dropout=dropout, kernel=kernel, tile=tile,
-        **options,
+        invariant=invariant, **options,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
@@ -83,7 +86,7 @@ def _attend_pages(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cache: Any = None, cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None, max_seqlen_q: int = 0, max_seqlen_k: Any = 0, read_index: Any = (),
     write_index: Any = (), scaling: float | None = None, softcap: float | None = None, s_aux: Any = None,
-    kernel: Any = None, tile: Any = None, **others: Any,
+    kernel: Any = None, tile: Any = None, invariant: bool = False, **others: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """(out, no weights), out (1, total_q, H, D), of the packed sequences of a step: query (1, H, total_q, D), and key
     and value (1, Hk, total_q, D), which it appends to the cache.
@@ -98,7 +101,7 @@ def _attend_pages(
     if isinstance(cu_seq_lens_k, dict):
         kind = "full_attention" if window == 1 else "sliding_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
-    options: dict[str, Any] = {"causal": True, "scale": scaling, "kernel": kernel, "tile": tile}
+    options: dict[str, Any] = {"causal": True, "scale": scaling, "kernel": kernel, "tile": tile, "invariant": invariant}
     options |= {"softcap": softcap} if softcap else {}
     options |= {"sink": s_aux.float()} if s_aux is not None else {}
     q = query[0].transpose(0, 1)

@@ -1,6 +1,7 @@
 """Correctness: test cases, reference results, the commands run, check and sanitize, error maps."""
 
 __all__ = [
+    "bits",
     "cases",
     "check",
     "error_map",

@@ -152,6 +152,7 @@ def option_values(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
 def reference_options(p: Problem, inputs: Mapping[str, Array]) -> dict[str, Any]:
     """The options of `sandbox.reference` for a problem with these inputs."""
     found = option_values(p, inputs)
+    found.pop("invariant", None)
     return found | ({"seed": int(found["seed"][0])} if "seed" in found else {})
 
 

@@ -83,8 +83,8 @@ def test_options_that_commands_share() -> None:
     shaped = {*launching, "bench", "compile", "list", "profile", "ptx", "sass", "tune"}
     for option in ("--shape", "--dtype", "--causal", "--window", "--mask", "--lengths", "--page-size", "--dropout"):
         assert having(option) == shaped
-    assert having("--tile") == shaped - {"list", "tune"} | {"check"}
-    assert having("--backend") == {*launching, "check", "tune"}
+    assert having("--tile") == shaped - {"list", "tune"} | {"bits", "check"}
+    assert having("--backend") == {*launching, "bits", "check", "tune"}
     assert having("--html") == {"bench", "check", "profile", "ptx", "sass", "timeline", "tune", "watch"}
     assert having("--plot") == {"bench", "profile", "timeline", "tune"}
 
@@ -118,6 +118,15 @@ def test_list() -> None:
     for row in rows:
         (line,) = [line for line in shown.stdout.splitlines() if line.split()[:1] == [row["name"]]]
         assert row["summary"] in line
+
+
+def test_list_of_guarantees() -> None:
+    lines = call("list", "--guarantees").stdout.splitlines()
+    assert lines[0].split()[:3] == ["kernel", "runs", "entries"]
+    (of_decode,) = [line.split() for line in lines if line.startswith("fwd_decode ")]
+    assert of_decode == ["fwd_decode", "yes", "yes"]  # runs and strides
+    (row,) = [row for row in parsed("list") if row["name"] == "fwd_decode"]
+    assert row["invariant_to"] == ["runs", "strides"]
 
 
 def test_list_for_a_problem() -> None:

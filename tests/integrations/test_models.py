@@ -134,3 +134,43 @@ def test_compiled_checkpointed_and_distributed(ours: str, tmp_path: Path) -> Non
             assert close(gradients(sharded, sharded))
         finally:
             torch.distributed.destroy_process_group()
+
+
+def row_by_row(forward: Any) -> Any:
+    """`forward` of a module, called for each token: matrix products and norms then have bits that do not depend on the
+    number of tokens."""
+
+    def of_tokens(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([forward(token[None])[0] for token in x.flatten(0, -2)]).unflatten(0, x.shape[:-1])
+
+    return of_tokens
+
+
+def test_a_llama_decodes_with_the_bits_of_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer's attention output, token by token with a cache, and teacher-forced in one pass."""
+    from sandbox.integrations import transformers as integration
+
+    recorded: list[torch.Tensor] = []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        out, weights = integration._attend(*args, invariant=True, **kwargs)
+        recorded.append(out)
+        return out, weights
+
+    integration.register()
+    transformers.AttentionInterface.register("sandbox", recording)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["Llama"](), attn_implementation="sandbox")
+    model = model.to(DEVICE, torch.bfloat16).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "LlamaRMSNorm":
+            monkeypatch.setattr(module, "forward", row_by_row(module.forward))
+    layers, tokens = CONFIGS["Llama"]().num_hidden_layers, inputs("Llama", torch.bfloat16)["input_ids"][:1]
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+        prefill, recorded[:] = recorded[:], []
+        cache = transformers.DynamicCache()
+        for i in range(tokens.shape[1]):
+            model(tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
+    for layer in range(layers):
+        decoded = torch.cat(recorded[layer::layers], 1)
+        assert torch.equal(decoded.view(torch.int16), prefill[layer].view(torch.int16)), layer

@@ -1,0 +1,54 @@
+"""`bits`: what may change without changing the bits of a row."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+
+import click
+
+from ..core.kernel import INVARIANCES
+from ..verify import bits
+from ..verify import check as checking
+from .group import cli
+from .options import backend_option, chosen_kernels, json_option, kernels_argument, parsed_tile, tile_option
+from .output import exit_status, followed, print_json, say, screen
+
+
+@cli.command("bits")
+@kernels_argument
+@tile_option
+@backend_option
+@click.option("--change", multiple=True, type=click.Choice([*INVARIANCES]), help="Only this change; may be repeated.")
+@click.option("--invariant/--default", default=None, help="Only with invariant=True, or only without. Default: both.")
+@click.option("--seed", type=int, help="Of the inputs. Default: random; it is printed.")
+@click.option(
+    "--page", type=click.Path(path_type=Path), help="Write the table between the marks of this Markdown file."
+)
+@json_option
+def bits_(
+    kernels: tuple[str, ...], tile: str | None, backend: str | None, change: tuple[str, ...], invariant: bool | None,
+    seed: int | None, page: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """What may change without changing the bits of a row.
+
+    Runs each kernel of attention on random inputs, then again with one thing changed, and compares the rows that both
+    runs have in common bit by bit. Shows the first difference. Fails if a guarantee of a spec does not hold.
+    """
+    device, seed = checking.pick_device(backend), secrets.randbits(31) if seed is None else seed
+    chosen = [k for k in chosen_kernels(kernels) if k.computes in ("forward", "backward")]
+    tried = bits.examine(chosen, device, seed, parsed_tile(tile), change, invariant)
+    found = list(followed(tried, lambda f: f"{f.kernel} {f.change}"))
+    if as_json:
+        print_json({"seed": seed, "backend": device[0], "findings": found})
+    else:
+        screen().print(bits.table_of(found))
+        for finding in found:
+            if finding.equal is False:
+                say(bits.sentence(finding))
+        say(f"seed {seed}, on {device[0]}; {bits.LEGEND}")
+    if page:
+        bits.write_page(page, found, seed, device)
+        say(f"wrote {page}", stderr=True)
+    sys.exit(exit_status(not f.violated for f in found if f.equal is not None))
