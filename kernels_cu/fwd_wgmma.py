@@ -228,7 +228,7 @@ invariant_kernel = replace(
     test_share=10,
     preference=-1,
     short_sequences="",
-    summary="fwd_wgmma with invariant=True: decisions per row; sums over fixed ranges of keys, which blocks may share",
+    summary="fwd_wgmma for invariant=True: decisions per row; sums over fixed ranges of keys",
     invariant_to=(
         "runs", "entries", "batch", "heads", "queries", "allocation", "pages", "page_size", "ragged", "SMs", "splits",
         "strides",
