@@ -279,7 +279,8 @@ struct ConsumerWarpgroup : WorkTileConsumer {
     }
 
     // INVARIANT: sets the rows of V behind the last valid key to 0. P is 0 there, but the memory may contain NaN, and
-    // 0 * NaN = NaN would make the fallback compute all rows, with other rounding. Every consumer does this for itself.
+    // 0 * NaN = NaN would make the fallback compute all rows, with other rounding. Every consumer does this for itself:
+    // they write equal values, without order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - n0(j);
         if (Head::HAS_BLOCK_MAP || first >= BLOCK_N) return;
