@@ -58,6 +58,7 @@ def measure(numbers: Iterable[int]) -> Iterator[Row]:
 
 def _of_kernel(chosen: list[Fault]) -> Iterator[Row]:
     """The faults of one kernel in one session."""
+    before = os.environ.get("SANDBOX_CACHE_DIR")
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
         os.environ["SANDBOX_CACHE_DIR"] = cache  # nothing is compiled in advance
         name = f"{_NAME}_{chosen[0].kernel}"
@@ -72,10 +73,12 @@ def _of_kernel(chosen: list[Fault]) -> Iterator[Row]:
                 if number:
                     source.write_text(fault.correct(".cu", name))
                     _complete(versions)
-                before = _cpu_seconds()
+                seconds = _cpu_seconds()
                 source.write_text(fault.faulty(name))
-                yield _row(fault, versions, before)
+                yield _row(fault, versions, seconds)
     del os.environ["SANDBOX_CACHE_DIR"]
+    if before is not None:
+        os.environ["SANDBOX_CACHE_DIR"] = before
     others = [path for path in os.environ.pop(registry.VARIABLE).split(os.pathsep) if Path(path).is_dir()]
     if others:
         os.environ[registry.VARIABLE] = os.pathsep.join(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -75,6 +76,8 @@ def test_watch_finds_a_sample(monkeypatch) -> None:
     print("faults", FOUND)
     monkeypatch.setenv("SANDBOX_KERNELS", "")
     stored = {row["number"]: row for row in course.stored()}
+    cache = os.environ["SANDBOX_CACHE_DIR"]
     for row in course.measure(FOUND):
         assert row["found"] == stored[row["number"]]["found"], row
         assert row["ever_right"] or not stored[row["number"]]["ever_right"], row
+    assert os.environ["SANDBOX_CACHE_DIR"] == cache
