@@ -36,8 +36,7 @@
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
 #include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
-#include "key_splits.cuh"
-#include "non_finite.cuh"
+#include "key_range_consumer.cuh"
 
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
 // With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile. K's stage also
@@ -85,11 +84,7 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
     Scheduler::Writer work_tiles{smem};
     TileLists lists(smem + TILE_LISTS_AT);
-#if KEY_SPLITS
-    const unsigned splits = args.splits;
-#else
-    constexpr unsigned splits = 1;
-#endif
+    const unsigned splits = key_splits(args);
     // STAGGERED implies a left window bound.
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.batch_heads * splits, args.H, args.group, args.tile_counter,
@@ -110,11 +105,11 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 //   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile)
 //   ConsumerTiles (n_block_range.cuh)    head (its Head), warp, consumer, warp_row (first row of the warp's 16),
 //                                        own_tiles, first_own, last: number, first and last j of the tiles it sees
-//   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j before
-//   it),
+//   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j < it),
 //                                        state: the thread's lane, g, q, and what lasts longer than a work tile
-struct ConsumerWarpgroup : WorkTileConsumer {
-    using WorkTileConsumer::WorkTileConsumer;
+//   KeyRangeConsumer (key_range_consumer.cuh)  what fwd_wgmma_invariant adds, such as begins_key_range
+struct ConsumerWarpgroup : KeyRangeConsumer {
+    using KeyRangeConsumer::KeyRangeConsumer;
 
     // All key tiles, except for P V of the last one.
     __device__ __forceinline__ void mainloop(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
@@ -140,9 +135,7 @@ struct ConsumerWarpgroup : WorkTileConsumer {
             release_V(j - 1);
             if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
             if (!EARLY_K_RELEASE && j == last) release_Q();
-            if constexpr (SPLIT_SUMS) {
-                if (begins_split(j)) keep_sums(softmax, j);
-            }
+            if (begins_key_range(j)) store_earlier_keys(softmax, j);
             score_mod(S, j, tile);
             if (BIAS_TILES) release_K(j);  // K's stage also holds the bias, which score_mod has read
             mask(S, tile, visible_bits);
@@ -179,77 +172,23 @@ struct ConsumerWarpgroup : WorkTileConsumer {
     __device__ __forceinline__ void last_PV(SoftmaxState& softmax, FragmentP& P, float (&O_scale)[2]) {
         TIMELINE(multiply);
         mma_PV(softmax, P, last);
-        if constexpr (!SPLIT_SUMS) {
+        if constexpr (!KEY_RANGES) {
             finalize(softmax, O_scale);  // overlaps with P V
             fetch_next_work_tile();
         }
         wgmma_wait<0>();
         warpgroup_fence_operand(softmax.O);
         release_V(last);
-        if constexpr (SPLIT_SUMS) {
-            merge_sums(softmax);
+        if constexpr (KEY_RANGES) {
+            merge_earlier_keys(softmax);
             finalize(softmax, O_scale);
             fetch_next_work_tile();
         }
     }
 
-    // Whether a new range of keys begins with key tile j, which is not the first one (SPLIT_SUMS).
-    __device__ __forceinline__ bool begins_split(int j) const {
-        return SPLIT_SUMS && j > first_own && j % SPLIT_TILES == 0;
-    }
-#if KEY_SPLITS
-    using Earlier = EarlierKeys<SoftmaxState, THREADS - 128>;
-    __device__ __forceinline__ Earlier earlier_keys() const { return {args.partials, blockIdx.x}; }
-
-    // Adds the sums of the keys before the range of the last tile; l becomes the sum of the row, in lane q = 0.
-    __device__ __forceinline__ void merge_sums(SoftmaxState& softmax) const {
-        sum_l(softmax);
-        if (args.splits == 1) earlier_keys().merge_into(softmax, state.scale_log2, last >= SPLIT_TILES);
-        if (state.q) softmax.l[0] = softmax.l[1] = 0.0f;
-    }
-    // Moves the sums of the keys before tile j to memory: tile j is the first of a range.
-    __device__ __forceinline__ void keep_sums(SoftmaxState& softmax, int j) const {
-        sum_l(softmax);
-        earlier_keys().add(softmax, state.scale_log2, j > SPLIT_TILES);
-        softmax.m[0] = softmax.m[1] = -INF, softmax.l[0] = softmax.l[1] = 0.0f;
-    }
-    static __device__ __forceinline__ void sum_l(SoftmaxState& softmax) {
-        softmax.l[0] = row_sum<4>(softmax.l[0]), softmax.l[1] = row_sum<4>(softmax.l[1]);
-    }
-    // The partial result of a split: O, m and l.
-    __device__ __forceinline__ void store_split(const SoftmaxState& softmax) const {
-        const SplitResults results{args.partials, static_cast<long long>(args.batch_heads) * head.Sq, args.splits};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + state.g + 8 * half;
-            if (row >= head.Sq) continue;
-            const long long number = head.lse_offset(batch_head) + row;
-            float* const to = results.O(number, split_number());
-#pragma unroll
-            for (int i = 0; i < DV_PAD / 8; ++i)
-                if (8 * i + 2 * state.q < HEAD_DIM_V)
-                    *reinterpret_cast<float2*>(to + 8 * i + 2 * state.q) =
-                        make_float2(softmax.O[4 * i + 2 * half], softmax.O[4 * i + 2 * half + 1]);
-            if (state.q == 0) results.sums(number, split_number()) = make_float2(softmax.m[half], softmax.l[half]);
-        }
-    }
-    __device__ __forceinline__ int split_number() const {
-#if RAGGED
-        return 0;
-#else
-        return WorkTile::split;
-#endif
-    }
-#else
-    __device__ __forceinline__ void merge_sums(SoftmaxState&) const {}
-    __device__ __forceinline__ void keep_sums(SoftmaxState&, int) const {}
-#endif
-
     // Stores LSE, and returns in O_scale the factors that normalise O.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
-#if KEY_SPLITS
-        if (args.splits > 1) return;
-#endif
+        if (is_split()) return;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
     }
 
@@ -268,52 +207,14 @@ struct ConsumerWarpgroup : WorkTileConsumer {
     // O += P V
     __device__ __forceinline__ void mma_PV(SoftmaxState& softmax, const FragmentP& P, int j) {
         wait_V(j);
-        if (INVARIANT && (KEY_LENGTHS || PAGE_SIZE)) clear_invalid_V(j);
+        clear_invalid_V(j);
         wgmma_fence();
         const Descriptor V_smem = Values::mn_major(address(base + VPipeline::tile_at(pipe_index + j)));
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step)
             wgmma<Order::MN_MAJOR>(softmax.O, P[step], V_smem + Values::mn_step(step),
-                                   step > 0 || (SPLIT_SUMS ? j > first_own && !begins_split(j) : j > first_own));
+                                   step > 0 || (j > first_own && !begins_key_range(j)));
         wgmma_commit();
-    }
-
-    // INVARIANT: sets the rows of V behind the last valid key to 0. P is 0 there, but the memory may contain NaN, and
-    // 0 * NaN = NaN would make the fallback compute all rows, with other rounding. Every consumer does this for itself:
-    // they write equal values, without order, which `sanitize` reports as a race.
-    __device__ __forceinline__ void clear_invalid_V(int j) {
-        const int first = head.Sk - n0(j);
-        if (Head::HAS_BLOCK_MAP || first >= BLOCK_N) return;
-        char* const tile = state.smem + VPipeline::tile_at(pipe_index + j);
-        for (int i = threadIdx.x % 128; i < Values::SLABS * 8 * (BLOCK_N - max(first, 0)); i += 128) {
-            const unsigned row = max(first, 0) + i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);
-            *reinterpret_cast<uint4*>(tile + Values::chunk(row, chunk)) = make_uint4(0, 0, 0, 0);
-        }
-        fence_proxy_async();
-        named_barrier_sync(CONSUMER_BARRIER + consumer, 128);  // all rows are cleared before a warp reads them
-    }
-
-    // INVARIANT: O of the rows that are finite, from registers, and of the others by non_finite.cuh. Rare.
-    __device__ __forceinline__ void store_by_row(const SoftmaxState& softmax, const float (&O_scale)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = warp_row + state.g + 8 * half;
-            float zero = 0.0f;
-#pragma unroll
-            for (int i = 0; i < DV_PAD / 4; ++i) zero = fmaf(softmax.O[i / 2 * 4 + 2 * half + i % 2], 0.0f, zero);
-            const unsigned lanes = __ballot_sync(0xffffffffu, !(zero == 0.0f));
-#pragma unroll
-            for (int i = 0; i < DV_PAD / 8; ++i) {
-                const float* const pair = softmax.O + 4 * i + 2 * half;
-                const int column = 8 * i + 2 * state.q;
-                if (row < head.Sq && column < HEAD_DIM_V)
-                    *reinterpret_cast<unsigned*>(head.query(args.O, h(), row) + column) =
-                        pack(pair[0] * O_scale[half], pair[1] * O_scale[half]);
-            }
-            __syncwarp();  // the rows are stored before some of them are replaced
-            attend_non_finite_rows(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
-                                   warp_row + 8 * half, lanes);
-        }
     }
 
     // O / l to global memory.
@@ -324,20 +225,15 @@ struct ConsumerWarpgroup : WorkTileConsumer {
         // Otherwise O overwrites Q: all four warps have read it.
         if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);
         __syncwarp();
-#if KEY_SPLITS
-        if (args.splits > 1) {
+        if (is_split()) {
             store_split(softmax);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
         }
-#endif
         // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed, and stored without
         // OBuffer::store. Rare.
         if (Head::HAS_MASK && __any_sync(0xffffffffu, !softmax.finite())) {
-            if (INVARIANT) store_by_row(softmax, O_scale);
-            else
-                attend_non_finite<16, 1>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(),
-                                         args.H, warp_row, 0);
+            store_non_finite(softmax, O_scale);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
         }
@@ -444,13 +340,3 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     consume(smem, warp, lane, args);
     TIMELINE(done);
 }
-
-#if KEY_SPLITS
-// Merges the splits of a row; one block per row.
-extern "C" __global__ __launch_bounds__(64) void fwd_wgmma_combine(
-    const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
-    const __grid_constant__ View<const dtype> V, const __grid_constant__ View<dtype> O, float* LSE, int H,
-    int batch_heads, int group, const __grid_constant__ Score score, float* partials, int splits) {
-    merge_splits(Q, K, V, O, LSE, {partials, static_cast<long long>(batch_heads) * score.Sq, splits}, H, group, score);
-}
-#endif

@@ -6,7 +6,7 @@
 #include "partial_O.cuh"
 
 // Windows and masks limit the keys of a row, and their tiles are not split.
-constexpr bool SPLIT_SUMS = KEY_SPLITS && !Head::HAS_LEFT_BOUND && !WALK_BACKWARDS && !Head::HAS_BLOCK_MAP;
+constexpr bool KEY_RANGES = KEY_SPLITS && !Head::HAS_LEFT_BOUND && !WALK_BACKWARDS && !Head::HAS_BLOCK_MAP;
 
 // The factors of a sum over earlier keys (x) and of one over later keys (y), whose maxima are m_earlier and m.
 // m becomes the larger of the two.
@@ -109,3 +109,13 @@ __device__ __forceinline__ void merge_splits(const View<const dtype>& Q, const V
                        pack(o[2] * final_row.O_scale, o[3] * final_row.O_scale));
     if (quad == 0) LSE[number] = final_row.lse;
 }
+
+#if KEY_SPLITS
+// Merges the splits of a row; one block per row.
+extern "C" __global__ __launch_bounds__(64) void fwd_wgmma_combine(
+    const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
+    const __grid_constant__ View<const dtype> V, const __grid_constant__ View<dtype> O, float* LSE, int H,
+    int batch_heads, int group, const __grid_constant__ Score score, float* partials, int splits) {
+    merge_splits(Q, K, V, O, LSE, {partials, static_cast<long long>(batch_heads) * score.Sq, splits}, H, group, score);
+}
+#endif

@@ -1,0 +1,123 @@
+// What fwd_wgmma_invariant adds to a consumer warpgroup of fwd_wgmma, for which these functions do nothing: the sums of
+// a row begin anew with each range of keys (key_splits.cuh), and rows that are not finite do not change other rows.
+#pragma once
+#include "fwd_consumer.cuh"
+#include "key_splits.cuh"
+#include "non_finite.cuh"
+
+// Blocks that share the keys of a work tile.
+__device__ __forceinline__ unsigned key_splits(const Arguments& args) {
+#if KEY_SPLITS
+    return args.splits;
+#else
+    return 1;
+#endif
+}
+
+struct KeyRangeConsumer : WorkTileConsumer {
+    using WorkTileConsumer::WorkTileConsumer;
+
+    // Whether this work tile has a part of the keys of its rows: its O, m and l are a partial result.
+    __device__ __forceinline__ bool is_split() const { return KEY_SPLITS && key_splits(args) > 1; }
+
+    // Whether a range of keys begins with key tile j, which is not the first one.
+    __device__ __forceinline__ bool begins_key_range(int j) const {
+        return KEY_RANGES && j > first_own && j % SPLIT_TILES == 0;
+    }
+
+    // Sets the rows of V behind the last valid key to 0. P is 0 there, but the memory may contain NaN, and
+    // 0 * NaN = NaN would make the fallback compute all rows, with other rounding. Every consumer does this for itself:
+    // they write equal values, without order, which `sanitize` reports as a race.
+    __device__ __forceinline__ void clear_invalid_V(int j) {
+        const int first = head.Sk - n0(j);
+        if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || Head::HAS_BLOCK_MAP || first >= BLOCK_N) return;
+        char* const tile = state.smem + VPipeline::tile_at(pipe_index + j);
+        for (int i = threadIdx.x % 128; i < Values::SLABS * 8 * (BLOCK_N - max(first, 0)); i += 128) {
+            const unsigned row = max(first, 0) + i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);
+            *reinterpret_cast<uint4*>(tile + Values::chunk(row, chunk)) = make_uint4(0, 0, 0, 0);
+        }
+        fence_proxy_async();
+        named_barrier_sync(CONSUMER_BARRIER + consumer, 128);  // all rows are cleared before a warp reads them
+    }
+
+    // Rows of a warp of which at least one is not finite: recomputed by non_finite.cuh, in fwd_wgmma all 16.
+    __device__ __forceinline__ void store_non_finite(const SoftmaxState& softmax, const float (&O_scale)[2]) const {
+        if (INVARIANT) store_by_row(softmax, O_scale);
+        else
+            attend_non_finite<16, 1>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
+                                     warp_row, 0);
+    }
+
+#if KEY_SPLITS
+    using Earlier = EarlierKeys<SoftmaxState, THREADS - 128>;
+    __device__ __forceinline__ Earlier earlier_keys() const { return {args.partials, blockIdx.x}; }
+
+    // Adds the sums of the keys before the range of the last tile; l becomes the sum of the row, in lane q = 0.
+    __device__ __forceinline__ void merge_earlier_keys(SoftmaxState& softmax) const {
+        sum_l(softmax);
+        if (args.splits == 1) earlier_keys().merge_into(softmax, state.scale_log2, last >= SPLIT_TILES);
+        if (state.q) softmax.l[0] = softmax.l[1] = 0.0f;
+    }
+    // Moves the sums of the keys before tile j to memory: tile j is the first of a range.
+    __device__ __forceinline__ void store_earlier_keys(SoftmaxState& softmax, int j) const {
+        sum_l(softmax);
+        earlier_keys().add(softmax, state.scale_log2, j > SPLIT_TILES);
+        softmax.m[0] = softmax.m[1] = -INF, softmax.l[0] = softmax.l[1] = 0.0f;
+    }
+    static __device__ __forceinline__ void sum_l(SoftmaxState& softmax) {
+        softmax.l[0] = row_sum<4>(softmax.l[0]), softmax.l[1] = row_sum<4>(softmax.l[1]);
+    }
+    // The partial result of a split: O, m and l.
+    __device__ __forceinline__ void store_split(const SoftmaxState& softmax) const {
+        const SplitResults results{args.partials, static_cast<long long>(args.batch_heads) * head.Sq, args.splits};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + state.g + 8 * half;
+            if (row >= head.Sq) continue;
+            const long long number = head.lse_offset(batch_head) + row;
+            float* const to = results.O(number, split_number());
+#pragma unroll
+            for (int i = 0; i < DV_PAD / 8; ++i)
+                if (8 * i + 2 * state.q < HEAD_DIM_V)
+                    *reinterpret_cast<float2*>(to + 8 * i + 2 * state.q) =
+                        make_float2(softmax.O[4 * i + 2 * half], softmax.O[4 * i + 2 * half + 1]);
+            if (state.q == 0) results.sums(number, split_number()) = make_float2(softmax.m[half], softmax.l[half]);
+        }
+    }
+    __device__ __forceinline__ int split_number() const {
+#if RAGGED
+        return 0;
+#else
+        return WorkTile::split;
+#endif
+    }
+#else
+    __device__ __forceinline__ void merge_earlier_keys(SoftmaxState&) const {}
+    __device__ __forceinline__ void store_earlier_keys(SoftmaxState&, int) const {}
+    __device__ __forceinline__ void store_split(const SoftmaxState&) const {}
+#endif
+
+  private:
+    // O of a warp in which a row is not finite: that of finite rows from registers.
+    __device__ __forceinline__ void store_by_row(const SoftmaxState& softmax, const float (&O_scale)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + state.g + 8 * half;
+            float zero = 0.0f;
+#pragma unroll
+            for (int i = 0; i < DV_PAD / 4; ++i) zero = fmaf(softmax.O[i / 2 * 4 + 2 * half + i % 2], 0.0f, zero);
+            const unsigned lanes = __ballot_sync(0xffffffffu, !(zero == 0.0f));
+#pragma unroll
+            for (int i = 0; i < DV_PAD / 8; ++i) {
+                const float* const pair = softmax.O + 4 * i + 2 * half;
+                const int column = 8 * i + 2 * state.q;
+                if (row < head.Sq && column < HEAD_DIM_V)
+                    *reinterpret_cast<unsigned*>(head.query(args.O, h(), row) + column) =
+                        pack(pair[0] * O_scale[half], pair[1] * O_scale[half]);
+            }
+            __syncwarp();  // the rows are stored before some of them are replaced
+            attend_non_finite_rows(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
+                                   warp_row + 8 * half, lanes);
+        }
+    }
+};
