@@ -25,20 +25,6 @@
 // computes S of every second key tile.
 #include "latent_output.cuh"
 
-// Transposes a matrix of 4 x 4 words over a quad: x_k of lane q becomes x_q of lane k.
-__device__ __forceinline__ void transpose_quad(int q, unsigned& x0, unsigned& x1, unsigned& x2, unsigned& x3) {
-    const bool odd = q & 1, high = q & 2;
-    // 2 x 2 blocks: the off-diagonal ones change places, then the off-diagonal words of each block
-    const unsigned y0 = __shfl_xor_sync(0xffffffffu, high ? x0 : x2, 2);
-    const unsigned y1 = __shfl_xor_sync(0xffffffffu, high ? x1 : x3, 2);
-    if (high) x0 = y0, x1 = y1;
-    else x2 = y0, x3 = y1;
-    const unsigned z0 = __shfl_xor_sync(0xffffffffu, odd ? x0 : x1, 1);
-    const unsigned z1 = __shfl_xor_sync(0xffffffffu, odd ? x2 : x3, 1);
-    if (odd) x0 = z0, x2 = z1;
-    else x1 = z0, x3 = z1;
-}
-
 // The warpgroup that computes S and P.
 struct ScoreWarpgroup {
     const BlockTile& tile;
@@ -64,28 +50,17 @@ struct ScoreWarpgroup {
                         tile.seqlen.query(Q, row.h, row.i) + (valid ? column : 0), valid);
         }
         cp_async_commit();
-        // Lane q of a quad loads columns 8 q .. 8 q + 7 of 32, and the quad exchanges pairs of columns: lane q needs
-        // pair q of each group of eight.
-        const int q = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = 16 * warp + 8 * half + lane / 4;
             const PackedRow row = tile.row(tile.has(r) ? r : 0);
-            const dtype* const from = tile.seqlen.query(Q, row.h, row.i) + 8 * q;
+            const unsigned* const from = reinterpret_cast<const unsigned*>(tile.seqlen.query(Q, row.h, row.i));
 #pragma unroll
-            for (int i = 0; i < Q_REGISTER_SLABS * 2; ++i) {
-                uint4 chunk = make_uint4(0, 0, 0, 0);
-                if (tile.has(r) && 32 * i + 8 * q < HEAD_DIM) chunk = *reinterpret_cast<const uint4*>(from + 32 * i);
-                Q_rmem[2 * i][half] = chunk.x, Q_rmem[2 * i][2 + half] = chunk.y;
-                Q_rmem[2 * i + 1][half] = chunk.z, Q_rmem[2 * i + 1][2 + half] = chunk.w;
+            for (int i = 0; i < Q_REGISTER_SLABS * 8; ++i) {  // pairs of columns 8 i + 2 q
+                const int column = 8 * i + 2 * (lane % 4);
+                Q_rmem[i / 2][i % 2 * 2 + half] = tile.has(r) && column < HEAD_DIM ? from[column / 2] : 0;
             }
         }
-#pragma unroll
-        for (int i = 0; i < Q_REGISTER_SLABS * 2; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                transpose_quad(q, Q_rmem[2 * i][half], Q_rmem[2 * i][2 + half], Q_rmem[2 * i + 1][half],
-                               Q_rmem[2 * i + 1][2 + half]);
         cp_async_wait<0>();
         fence_proxy_async();
         named_barrier_sync(SCORE_BARRIER, 128);  // all threads have loaded their part of Q
