@@ -6,8 +6,8 @@
 //
 // clang-format off
 //   warp 0  rows   0 ..  31   Q_rmem (A operand)   S = Q K^T, SUB_N keys at a time   O_rmem (accumulators)
-//   warp 1  rows  32 ..  63     "                  P = exp2(S - m), packed in place    O += P V
-//   ...                                            (an accumulator of S is an A operand of P V)
+//   warp 1  rows  32 ..  63     "                  P = exp2((S - m) * scale_log2),    O += P V
+//   ...                                            packed to 16 bits: an A operand of P V in the same lanes
 //
 //   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD] | stage 1
 //   (O is staged in Q's memory)
@@ -32,7 +32,7 @@ using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
 using OTile = SwizzledRows<DV_PAD>;
 // D = 96 and 128: the loads of the next tile are interleaved with the MMAs of Q K^T, and ldmatrix offsets take fewer
-// registers: 6% and 3% faster. D = 64 is 2% slower, D = 256 equal.
+// registers (COMPACT_OFFSETS): 6% and 3% faster. D = 64 is 2% slower, D = 256 equal.
 // The interleaved loads of a tile have one stride: the tile must be in one page.
 constexpr bool INTERLEAVE_LOADS =
     M_TILES == 2 && (D_PAD == 96 || D_PAD == 128) && DV_PAD == D_PAD && PAGE_SIZE % BLOCK_N == 0;
@@ -40,7 +40,8 @@ constexpr int QK_STEPS = BLOCK_N / SUB_N * (D_PAD / STEP_D);  // MMA steps of Q 
 // Large tiles would spill if they were unrolled: their steps of SUB_N keys are a loop. 128 × 64 keys at D = 256 in
 // steps of 16 are 4 … 7% faster than 64 × 32 unrolled.
 constexpr bool LOOP_STEPS = BLOCK_N * D_PAD > 8192;
-// Exception: sm_80 with SUB_N = 48 at D = 128, where NVRTC 13.5 spills 20 bytes with compact offsets.
+// FragmentOffsets with one register (ONE_REGISTER, mma_smem.cuh). As INTERLEAVE_LOADS, except on sm_80 with SUB_N = 48
+// at D = 128, where NVRTC 13.5 then spills 20 bytes.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
 constexpr bool COMPACT_OFFSETS = INTERLEAVE_LOADS && !(D_PAD == 128 && SUB_N == 48);
 #else
@@ -77,7 +78,7 @@ struct KeyTileLoader {
     int m0, begin, end;                          // first query row of the block; its key tiles are begin .. end - 1
     int fully_visible_begin, fully_visible_end;  // key tiles without hidden scores, unless a block map has some
     int stage_count = 0;                         // tiles so far: selects the stage if a block map makes j skip tiles
-    int next = 0;                                // the tile that load_next_part loads, by these copies
+    int next = 0;                                // the tile that load_next_part loads, with K_copies and V_copies
     TileCopies<BLOCK_N, K_COLUMNS, THREADS, HEAD_DIM, dtype_k> K_copies;
     TileCopies<BLOCK_N, V_COLUMNS, THREADS, HEAD_DIM_V, dtype_v> V_copies;
 
@@ -174,7 +175,7 @@ struct ConsumerWarp {
         }
     }
 
-    // S becomes P, in the order of A operands; updates m, l and O. n0: first key.
+    // Computes P of S, packed to 16 bits in the order of A operands; updates m, l and O. n0: first key.
     template <bool MASKED, int KEYS>
     __device__ __forceinline__ void online_softmax(unsigned (&P)[KEYS / 16][M_TILES][4],
                                                    float (&S)[M_TILES][KEYS / 8][4], int n0) {
@@ -189,7 +190,7 @@ struct ConsumerWarp {
                 lane_max[mt][half] =
                     score_mod_and_mask(S[mt], half, head, warp_row + g, 16 * mt + 8 * half, n0 + 2 * q, MASKED);
                 exceeds |= lane_max[mt][half] > state.m[mt][half] + margin;
-                scales_log2[mt][half] = scale_log2;
+                scales_log2[mt][half] = scale_log2;  // one per row, because rows of fwd_decode have different scales
             }
         }
         if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, scales_log2);
@@ -242,7 +243,7 @@ struct ConsumerWarp {
         constexpr bool interleave_loads = INTERLEAVE_LOADS && !MASKED;
         TIMELINE(wait_load);
         cp_async_wait<0>();
-        __syncthreads();  // all threads' loads of tile j are complete; tile j - 1, whose stage is loaded next, is read
+        __syncthreads();  // all threads have loaded tile j, and have read tile j - 1, whose stage is loaded next
         if (!interleave_loads) {
             TIMELINE(load);
             tiles.load_next(j);
@@ -304,7 +305,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma(
     int group,                                      // H / Hk
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
+    // The sequences with few queries: the next kernel runs them on SMs that this one leaves idle (cu_seqlens.cuh).
+    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int x = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // causal: the longest tiles start first
     const int h = blockIdx.y;

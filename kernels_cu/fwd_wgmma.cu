@@ -39,7 +39,7 @@
 #include "key_range_consumer.cuh"
 
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
-// With three, the additional wait costs 0.5%, because another consumer uses the tensor cores meanwhile. K's stage also
+// With three, the MMAs of the other two come in between, and the additional wait costs 0.5%. K's stage also
 // holds the list entry of a block map, and the tile of the bias, which are read later.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
 
@@ -65,6 +65,7 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
 #pragma unroll 1
     while (scheduler.next()) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
+        // A broadcast dimension (stride 0) has size 1 in the tensor map.
         const int h = args.Q.stride_h ? work_tile.h() : 0, b = args.Q.stride_b ? work_tile.b : 0;
         const SeqlenInfo sequence = work_tile.sequence(args.score);
 #pragma unroll 1
@@ -85,7 +86,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
     Scheduler::Writer work_tiles{smem};
     TileLists lists(smem + TILE_LISTS_AT);
     const unsigned splits = key_splits(args);
-    // STAGGERED implies a left window bound.
+    // A causal window has an order of its own only if its consumers are STAGGERED (which implies a left window bound).
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.batch_heads * splits, args.H, args.group, args.tile_counter,
         [&](const WorkTile& tile) {
@@ -104,7 +105,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 //
 //   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile)
 //   ConsumerTiles (n_block_range.cuh)    head (its Head), warp, consumer, warp_row (first row of the warp's 16),
-//                                        own_tiles, first_own, last: number, first and last j of the tiles it sees
+//                                        own_tiles: how many key tiles it sees; first_own, last: their first, last j
 //   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j < it),
 //                                        state: the thread's lane, g, q, and what lasts longer than a work tile
 //   KeyRangeConsumer (key_range_consumer.cuh)  what fwd_wgmma_invariant adds, such as begins_key_range
@@ -141,7 +142,7 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
             mask(S, tile, visible_bits);
             softmax.update<false>(P, S, state.scale_log2);
             apply_dropout(P, head, warp_row, tile.n0);
-            if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth mark in the loop costs 1% of time
+            if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth one costs `timeline` 1% of time
         }
     }
 
@@ -222,7 +223,7 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         const SmemAddr O_smem = OBuffer::warp_rows(base, consumer, warp);
         TIMELINE(store);
         if (SEPARATE_O && state.store_lane) tma_store_wait_read();  // the previous O has left the buffer
-        // Otherwise O overwrites Q: all four warps have read it.
+        // Otherwise O overwrites Q: wait until all four warps have read it.
         if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);
         __syncwarp();
         if (is_split()) {
@@ -244,14 +245,15 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         }
     }
 
-    // Wide heads: recompute the descriptors, which would not fit in registers.
+    // The tile's address. Wide heads: opaque (uniform is volatile), so that the loop recomputes the descriptors, which
+    // would not fit in registers.
     static __device__ __forceinline__ SmemAddr address(SmemAddr tile) {
         return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile;
     }
 };
 
 // A consumer warpgroup: 64 query rows of each work tile of the block. The steps are called here, and the mainloop has
-// its own `if`, so that the compiler keeps barrier addresses and the keys of dropout's generator in uniform registers:
+// its own `if`, so that the compiler keeps barrier addresses and Philox's round keys (dropout) in uniform registers:
 // 5 fewer instructions per key tile.
 __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane, const Arguments& args) {
     ConsumerState state(smem, lane, args.score);
@@ -275,7 +277,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
             for (int i = 0; i < DV_PAD / 2; ++i) softmax.O[i] = 0.0f;
         }
         if (warpgroup.last <= warpgroup.first_own)
-            warpgroup.release_Q();  // the mainloop releases it after two tiles or more
+            warpgroup.release_Q();  // with two tiles or more, the mainloop has released it
         warpgroup.drain_last_tiles();
         warpgroup.epilogue(softmax, O_scale);
     }
@@ -312,7 +314,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #endif
 ) {
     extern __shared__ __align__(1024) char smem[];
-    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
+    // The sequences with few queries: the next kernel runs them on SMs that this one leaves idle (cu_seqlens.cuh).
+    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     if (Head::HAS_BLOCK_MAP) griddepcontrol_wait();  // an earlier entry point writes the block map

@@ -88,8 +88,8 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
 #endif
 }
 
-// HAS_ELEMENT_BITS: the bits of keys n0 .. n0 + KEYS of a query row, the last one for query_row >= Sq. n0 is a multiple
-// of 16, or of 32 if KEYS is.
+// HAS_ELEMENT_BITS: the bits of keys n0 .. n0 + KEYS - 1 of a query row, the last one for query_row >= Sq. n0 is a
+// multiple of 16, or of 32 if KEYS is.
 template <int KEYS>
 __device__ __forceinline__ void element_bits(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP
@@ -106,8 +106,8 @@ __device__ __forceinline__ void element_bits(unsigned (&bits)[(KEYS + 31) / 32],
 #endif
 }
 
-// The first of the key tiles `tile` .. `end`, KEYS keys each, with a score visible to query rows m0 .. m1 - 1; `end` if
-// there is none. Reads four words at a time, 2048 keys, to skip long hidden ranges quickly.
+// The first of the key tiles `tile` .. `end` - 1, KEYS keys each, with a score visible to query rows m0 .. m1 - 1;
+// `end` if there is none. Reads four words at a time, 2048 keys, to skip long hidden ranges quickly.
 template <int KEYS>
 __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) const {
 #if BLOCK_MAP
@@ -136,8 +136,8 @@ __device__ __forceinline__ int next_key_tile(int m0, int m1, int tile, int end) 
 #endif
 }
 
-// The first row of the first query tile of ROWS rows in m0 .. end with a score visible in keys n0 .. n0 + KEYS; a row
-// >= end if there is none. A warp collective: each lane tests one tile.
+// The first row of the first query tile of ROWS rows in m0 .. end - 1 with a score visible in keys n0 .. n0 + KEYS - 1;
+// a row >= end if there is none. A warp collective: each lane tests one tile.
 template <int ROWS, int KEYS>
 __device__ __forceinline__ int next_query_tile(int m0, int end, int n0) const {
     for (; HAS_BLOCK_MAP && m0 < end; m0 += 32 * ROWS) {

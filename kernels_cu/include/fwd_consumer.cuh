@@ -33,7 +33,7 @@ struct WorkTileConsumer : ConsumerTiles {
     const Arguments& args;
     const SmemAddr base;
     const unsigned pipe_index;  // index in the pipelines of the work tile's first key tile
-    const unsigned phase;       // phase of FullQ
+    const unsigned phase;       // parity of FullQ's phase
     const WarpSchedulerBarrier turn;
     const int turns_end;  // consumers take turns for the key tiles before this one
     const RowKeyRanges row_keys;
@@ -80,7 +80,7 @@ struct WorkTileConsumer : ConsumerTiles {
 
     // Key tile j. Must be called before K is released.
     __device__ __forceinline__ KeyTile read_key_tile(int j) {
-        // uniform: all lanes have read the word before one lane releases K.
+        // uniform(), a redux.sync, also synchronises the warp: all lanes have read the word before one releases K.
         return key_tile(j,
                         Head::HAS_BLOCK_MAP ? uniform(KeyTileEntries::entry(state.smem, stage_of(pipe_index + j))) : 0);
     }
@@ -89,7 +89,8 @@ struct WorkTileConsumer : ConsumerTiles {
         if (Head::HAS_ELEMENT_BITS) visible_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
         return visible_bits;
     }
-    // S becomes the raw scores (score_mod.cuh). BIAS_TILES: reads the bias from K's stage.
+    // S becomes the raw scores: by apply_score_mod (mask_wgmma.cuh), or with BIAS_TILES by BiasTiles::score_mod, which
+    // reads the bias from K's stage. Both call Head::raw for each element, and this Head::apply_score_mod.
     __device__ __forceinline__ void score_mod(FragmentS& S, int j, KeyTile tile) {
         const int row = warp_row + state.g, column = tile.n0 + 2 * state.q;
         if (BIAS_TILES)

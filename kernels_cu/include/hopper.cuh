@@ -56,7 +56,7 @@ __device__ __forceinline__ bool elect() {
 
 // Tells the compiler that all lanes have the same value. What depends on it, such as a descriptor, is then computed
 // once per warp in uniform registers, as wgmma requires. volatile: not hoisted out of loops, since there are few
-// uniform registers.
+// uniform registers. redux.sync also synchronises the warp, on which fwd_consumer.cuh relies.
 __device__ __forceinline__ unsigned uniform(unsigned x) {
     unsigned y;
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));

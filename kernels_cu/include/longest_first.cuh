@@ -16,7 +16,8 @@ constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * siz
 
 // First key (or query) of a length bucket. Buckets are Tiles::BUCKET keys wide. FIRST_BUCKET_HALVED: the first one is
 // split into halves, buckets 0 and 1, so that tiles shorter than BUCKET / 2 run last and balance the blocks (16 x 512:
-// +3%, KeyTileOrder +0.5%). LongestFirst treats the halves as one if no sequence is longer (32 x 256: -4% otherwise).
+// +3%, KeyTileOrder +0.5%). LongestFirst treats the halves as one if no sequence is longer than BUCKET (32 x 256: -4%
+// otherwise).
 template <class Tiles>
 __device__ __forceinline__ int bucket_begin(int bucket) {
     if (!Tiles::FIRST_BUCKET_HALVED) return bucket * Tiles::BUCKET;
@@ -122,6 +123,7 @@ struct LongestFirst {
         // Binary search: count(bucket) > index, count(end) <= index.
         int bucket = -1, end = (longest + Tiles::BUCKET - 1) / Tiles::BUCKET + Tiles::FIRST_BUCKET_HALVED;
         int from_end = 0;  // count(end)
+        // The search then ends with bucket = 0, end = 2: the two halves as one.
         const bool one_bucket = Tiles::FIRST_BUCKET_HALVED && longest <= Tiles::BUCKET;
 #pragma unroll 1
         while (end - bucket > (one_bucket && bucket == 0 ? 2 : 1)) {

@@ -20,8 +20,8 @@ struct SwizzledRows {
     }
 };
 
-// Issues cp.async for rows n0 .. n0 + ROWS of an (S, WIDTH) matrix with threads 0 .. THREADS_. Rows >= S and columns >=
-// WIDTH are filled with zeros.
+// Issues cp.async for rows n0 .. n0 + ROWS - 1 of an (S, WIDTH) matrix with threads 0 .. THREADS_ - 1. Rows >= S and
+// columns >= WIDTH are filled with zeros.
 template <int ROWS, int COLUMNS, unsigned THREADS_, int WIDTH = HEAD_DIM, class T>
 __device__ __forceinline__ void cp_async_tile(SmemAddr tile, const T* matrix, long long stride, int n0, int S,
                                               unsigned thread = threadIdx.x) {
@@ -108,8 +108,8 @@ struct FragmentOffsets {
     }
 };
 
-// The same with one to three registers less and one instruction more: the XOR with the step's bits of the chunk index
-// is applied after the XOR with the row.
+// Keeps only the offset of step 0, which contains the XOR with the row; each later step XORs its bits of the chunk
+// index into it. One register instead of GROUP / 2, and one instruction more.
 template <int COLUMNS>
 struct FragmentOffsets<COLUMNS, true> {
     using Tile = SwizzledRows<COLUMNS>;

@@ -25,12 +25,12 @@ constexpr unsigned WINDOW_SKEW = (BLOCK_M - WARPGROUP_ROWS + BLOCK_N - 1) / BLOC
 constexpr bool STAGGERED =
     Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
-// SCHEDULE_LATE: in ragged batches, the load warp releases the scheduler's stage when it loads the second to last key
-// tile, not when the work tile starts, so that the block draws its next work tile late. A work tile that is drawn early
-// waits for this block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at D = 256:
-// +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers have released earlier
-// tiles. A consumer therefore drains its remaining key tiles before it waits for the next work tile: otherwise both
-// could wait for each other.
+// SCHEDULE_LATE: in ragged batches, the load warp releases the scheduler's stage after the load of K of the second to
+// last key tile, not when the work tile starts, so that the block draws its next work tile late. A work tile that is
+// drawn early waits for this block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at
+// D = 256: +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers have released
+// earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the next work tile: otherwise
+// both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
 
 constexpr int SPLIT_TILES = (2048 + BLOCK_N / 2) / BLOCK_N;  // key tiles of a split, if KEY_SPLITS
@@ -78,8 +78,8 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     }
 
     // Producer: calls loader.load_K(j, n0, list entry) and loader.load_V(j, n0) for all key tiles in the order in which
-    // the consumers use them, K of tile j before V of tile j - 1. Calls schedule_late() before V of the last but one
-    // tile, if SCHEDULE_LATE. Returns the number of key tiles.
+    // the consumers use them, K of tile j before V of tile j - 1. If SCHEDULE_LATE, calls schedule_late() after K of
+    // the second to last tile. Returns the number of key tiles.
     template <class Loader, class ScheduleLate>
     __device__ __forceinline__ int load_key_tiles(TileLists& lists, const Loader& loader,
                                                   const ScheduleLate& schedule_late) const {

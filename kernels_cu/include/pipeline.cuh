@@ -3,7 +3,7 @@
 // and releases it when it has read it.
 //
 //   using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;      STAGES tiles at K_AT; barriers at BARRIERS_AT
-//   KPipeline::acquire(base, i), KPipeline::load(base, i, ...)    producer
+//   KPipeline::acquire(base, i), KPipeline::load(base, i, ...)    producer (fwd_wgmma: KeyTileLoader instead of load)
 //   KPipeline::wait(base, i), ..., KPipeline::release(base, i)    consumer
 //
 // i counts the tiles that have passed through the pipeline. It is the only state: stage and phase are computed from it.
@@ -18,8 +18,8 @@ struct BarrierArray {
     static __device__ __forceinline__ SmemAddr at(SmemAddr base, unsigned i) { return base + AT + 8 * i; }
 };
 
-// Stage and phase of the i-th tile of a pipeline. The producer acquires with phase ^ 1: the phase before the first one
-// counts as completed, so the first STAGES acquires return at once.
+// Stage of the i-th tile of a pipeline, and parity of its phase i / DEPTH there. The producer acquires with parity ^ 1,
+// of the phase before: the one before the first counts as completed, so the first STAGES acquires return at once.
 template <unsigned DEPTH = STAGES>
 __device__ __forceinline__ unsigned stage_of(unsigned i) {
     return i % DEPTH;

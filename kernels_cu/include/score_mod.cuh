@@ -54,7 +54,8 @@ struct ScoreIndex {
 // Head h of batch entry b: its scores, mask, and row addresses.
 struct Head : Mask {
     // A new score modification appears in the first of these and, if its derivative is not 1, in the second: kernels
-    // skip the modification, or multiply by its derivative, accordingly.
+    // skip the modification, or multiply by its derivative, accordingly. HAS_SCORE_MOD is any modification,
+    // Snippet::HAS_SCORE_MOD only the user's expression.
     static constexpr bool HAS_SCORE_MOD =
         SOFTCAP || ALIBI || BIAS || Snippet::HAS_SCORE_MOD;                    // x is not scale * (q . k)
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::HAS_SCORE_MOD;  // dx / d(scale * (q . k)) is not 1
@@ -198,8 +199,8 @@ struct Head : Mask {
         const bool has_derivative = OF_BIAS ? Snippet::HAS_SCORE_MOD : HAS_DERIVATIVE;
         // __fadd_rn: contraction to fma(dot, scale, -lse) would not cancel the rounding of LSE.
         const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -finite_lse);
-        return {expf(exponent > 0.0f ? 0.0f : exponent),
-                has_derivative ? x.derivative : 1.0f};  // P <= 1 although LSE is rounded
+        // exponent > 0 only because LSE is rounded: P <= 1.
+        return {expf(exponent > 0.0f ? 0.0f : exponent), has_derivative ? x.derivative : 1.0f};
     }
 
     // Backward: whether |LSE| is too large to compute P by one FFMA. The kernel then replaces it by NaN, which makes
@@ -235,8 +236,8 @@ struct Head : Mask {
         if (INVARIANT && UNITS != ScoreUnits::SCALED)
             row.lse = fmaf(m, softmax_scale, APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l));
 #if SINK
-        const float without = row.lse,
-                    gap = sink - without;  // LSE without the sink; the sink adds exp(sink) to the sum
+        // The sink adds exp(sink) to the sum. without: LSE without it.
+        const float without = row.lse, gap = sink - without;
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;
         if (l != 0.0f && sink != -INF) row.O_scale *= expf(without - row.lse);

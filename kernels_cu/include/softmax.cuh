@@ -1,10 +1,12 @@
 // Online softmax of a wgmma accumulator, with deferred rescaling (softmax_rows.cuh): P is computed with the maximum m
-// of the row's first tile, and m is raised only if the sum of a tile's P exceeds P_SUM_LIMIT.
+// of the row's first tile. m is raised if the sum of a tile's P exceeds P_SUM_LIMIT, and by every tile while |m| is
+// large (m_is_large).
 #pragma once
 #include "non_finite.cuh"
 #include "softmax_rows.cuh"
 
 // Limit of the sum of one thread's P in a row of a tile. If no sum exceeds it, every P fits in fp16 (max 65504).
+// Any limit up to 65504 would ensure this.
 constexpr float P_SUM_LIMIT = 16384.0f;
 
 // m and l of a thread's two rows of S (QueryRows). Functions return the factors alpha of O, which need not be in the

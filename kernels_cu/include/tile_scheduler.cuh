@@ -51,7 +51,8 @@ template <bool WAVES_BY_HEAD = false, class F>
 __device__ __forceinline__ void for_each_work_tile(unsigned m_blocks, unsigned batch_heads, F f) {
     constexpr bool HEAD_GROUPS = CAUSAL && !Head::HAS_LEFT_BOUND;
     const unsigned head_group = HEAD_GROUPS ? max(2 * gridDim.x / m_blocks, 1) : batch_heads;
-    // At most so many heads join the last group: K and V of all its heads should stay in L2. Found by measurement.
+    // A remainder of fewer than max(head_group / 2, L2_HEADS) heads joins the last group, whose K and V should then
+    // still stay in L2. Found by measurement.
     constexpr unsigned L2_HEADS = (HEAD_DIM <= 128 ? 28 : 8) / sizeof(dtype);
     const unsigned joining_heads = HEAD_GROUPS && m_blocks >= 4 * gridDim.x ? 0 : max(head_group / 2, L2_HEADS);
     const unsigned last_group_limit = head_group + joining_heads;  // the last group has fewer heads than this
@@ -138,7 +139,8 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
 
         // Publishes all work tiles of the block, in the order that suits the problem, and then an invalid one; called
         // by all lanes of the warp. A dynamic order (ragged, block map) calls f(work_tile) after each. CAUSAL_WINDOW:
-        // use the order for windows. batch_heads: B * H, or H in a ragged batch, times `splits` of the keys.
+        // use for_each_window_work_tile. batch_heads (`heads` in the spec): B * H, or H in a ragged batch, times
+        // `splits` of the keys.
         template <bool CAUSAL_WINDOW, class F>
         __device__ __forceinline__ void publish_all(const Score& score, unsigned batch_heads, unsigned H,
                                                     unsigned group, unsigned* tile_counter, F f, unsigned splits = 1) {
@@ -189,7 +191,7 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
             return true;
         }
         __device__ __forceinline__ void release() const { SchedulerPipeline::release(smem_address(smem), 0); }
-        // Phase of barriers that complete once per work tile.
+        // Parity of the current phase of barriers that complete once per work tile.
         __device__ __forceinline__ unsigned phase() const { return (count - 1) % 2; }
     };
 };
