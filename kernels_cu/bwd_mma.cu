@@ -18,8 +18,8 @@
 //
 // dQ is a sum over blocks: each block adds to dQ_accum in fp32 with atomics, whose order varies, so that the last bits
 // of dQ differ from run to run (dK and dV are deterministic). dQ_accum is in the order of the accumulators, not of a
-// matrix: an atomic instruction of a warp then covers 512 consecutive bytes. `bwd_mma_postprocess` restores the order,
-// scales and converts.
+// matrix: an atomic instruction of a warp then covers 512 consecutive bytes (before sm_90: 128). `bwd_mma_postprocess`
+// restores the order, scales and converts.
 //
 // With 32 keys a warp uses each fragment of Q and dO that it loads twice. With 16 keys, shared memory would be the
 // bottleneck instead of the tensor cores.
@@ -195,17 +195,18 @@ struct MBlockLoader {
     const View<const dtype>&Q, &dO;
     const float *LSE, *delta;
     const Score& score;
-    const SeqlenInfo& dense_seqlen;
+    const SeqlenInfo& seqlen_of_block;
     const RowTile& tile_of_block;
     const SmemAddr smem;
     const int b, kv_head, group, H;
 
-    __device__ __forceinline__ SeqlenInfo seqlen() const { return RAGGED ? SeqlenInfo(score, b) : dense_seqlen; }
+    // RAGGED: constructed again, which saves registers.
+    __device__ __forceinline__ SeqlenInfo seqlen() const { return RAGGED ? SeqlenInfo(score, b) : seqlen_of_block; }
     __device__ __forceinline__ int n0() const {
         return RAGGED ? tile_of_block.row0 : static_cast<int>(block_index_x()) * BLOCK_N;
     }
     __device__ __forceinline__ Range queries() const {
-        return Head(dense_seqlen, kv_head * group).queries(n0(), n0() + BLOCK_N);
+        return Head(seqlen_of_block, kv_head * group).queries(n0(), n0() + BLOCK_N);
     }
     __device__ __forceinline__ int first_row() const { return queries().begin / BLOCK_M * BLOCK_M; }
     __device__ __forceinline__ int row_end() const { return queries().end; }
@@ -240,8 +241,9 @@ struct MBlockLoader {
     // Whether a tile may have hidden scores. Rows >= Sq are masked, too: their q is 0, and 0 * inf is NaN.
     __device__ __forceinline__ bool masked(const Head& head, int m0) const {
         const Range fully_visible = head.fully_visible_queries<Head::HAS_BLOCK_MAP>(n0(), n0() + BLOCK_N);
-        const bool beyond_last_key = Head::HAS_LEFT_BOUND && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
-        return m0 < fully_visible.begin || beyond_last_key || m0 + BLOCK_M > head.Sq ||
+        // Rows whose window begins after the tile's first key.
+        const bool beyond_fully_visible = Head::HAS_LEFT_BOUND && min(m0 + BLOCK_M, head.Sq) > fully_visible.end;
+        return m0 < fully_visible.begin || beyond_fully_visible || m0 + BLOCK_M > head.Sq ||
                (Head::HAS_BLOCK_MAP && !head.map_covers<Head::FULLY_VISIBLE, BLOCK_N>(m0, m0 + BLOCK_M, n0()));
     }
 };
@@ -272,7 +274,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 
     float dK_rmem[2][COLS / 8][4] = {}, dV_rmem[2][V_COLS / 8][4] = {};
     int h = kv_head * group, m0 = tiles.first_row();  // the current head and query tile
-    // Number of tiles that remain, this one included; with a block map only 1 if there is this one, or 0.
+    // Number of tiles that remain, this one included. With a block map: 0 if there is none, 1 if only this one is
+    // known, 2 if there is a next one.
     int tiles_left = m0 < tiles.row_end() ? group * ((tiles.row_end() - m0 + BLOCK_M - 1) / BLOCK_M) : 0;
     if (Head::HAS_BLOCK_MAP) tiles_left = tiles.next_tile(h, m0);
     unsigned stage = STAGES_AT;  // offset of the current stage in shared memory
@@ -308,7 +311,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         TIMELINE(wait_group);
         __syncthreads();  // dS^T and P^T are complete before other warps read them
         TIMELINE(add_other_queries);
-        add_other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));
+        add_other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));  // K_tile is the address of smem
         const long long tile = tiles.seqlen().first_tile<BLOCK_M>(H, h) + m0 / BLOCK_M;
         TIMELINE(dQ);
         add_dQ(dQ_accum + tile * (BLOCK_M * D_PAD), K_tile, smem_address(dS_tile));
@@ -333,8 +336,8 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 }
 
 // Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what the warps with
-// the same index have added, in all blocks. LIMIT_BLOCKS: variants that spill unless __launch_bounds__ has a minimum of
-// blocks per SM (0: none).
+// the same index have added, in all blocks. LIMIT_BLOCKS: variants that spill because ptxas limits their registers for
+// more blocks per SM than 512 / THREADS, unless __launch_bounds__ has this number (DQ_BLOCKS = 0: no number).
 constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK ||
                               (D_PAD > HEAD_DIM && (Snippet::HAS_SCORE_MOD || DROPOUT));
 constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;

@@ -3,6 +3,7 @@
 // A block owns BLOCK_N keys. K and V stay in shared memory, dK and dV in registers; the mainloop visits the m_blocks
 // that attend to these keys. One warpgroup holds the load and store warps, two warpgroups are consumers. The kernel
 // computes S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are in the layout of an A operand.
+// delta = rowsum(dO * O), from bwd_preprocess.
 // clang-format off
 //   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
 //   warp 1        loads LSE and delta per m_block
@@ -72,7 +73,8 @@ constexpr int DQ_SPLIT_COLS = SPLIT_HEAD_DIM  ? 128
                               : HEAD_DIM > 32 ? 32
                                               : 16;
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : DQ_SPLIT_COLS;  // columns of a consumer's 64 rows of dQ
-// Columns of consumer 1 that contain data; its other columns are padding.
+// Columns of consumer 1 that contain data; its other columns are padding. If none does (D_PAD <= DQ_SPLIT_COLS), all
+// columns, so that no size is 0.
 constexpr int DQ_COLS_OF_CONSUMER_1 =
     BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
 constexpr unsigned DQ_CONSUMER_FLOATS = 64 * DQ_COLS,
@@ -88,15 +90,13 @@ static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64),
 static_assert(!BIAS || BIAS_TILES, "this bias has no tensor map: use bwd_mma");
 static_assert(!BIAS || BLOCK_M == 64, "TMA boxes of the bias have 64 rows");
 static_assert(!BIAS || HEAD_DIM <= 128, "a bias exceeds shared memory beyond HEAD_DIM 128: use bwd_mma");
-static_assert(
-    !DETERMINISTIC || !(RAGGED || Head::HAS_BLOCK_MAP),
-    "DETERMINISTIC supports neither a block map nor a ragged batch: semaphore targets are computed from ranges");
+static_assert(!DETERMINISTIC || !(RAGGED || Head::HAS_BLOCK_MAP),
+              "DETERMINISTIC supports no block map (semaphore targets are computed from ranges) and no ragged batch");
 
-// Without a mask each block starts its m_block loop at row n0 (its first key's index) and wraps around, so that the
-// blocks of a head, which start together, do not add to the same dQ tile. With semaphores they would also wait for the
-// first one's store (FIRST_BLOCK_STORES).
-constexpr bool ROTATED =
-    HAS_SEMAPHORES && !DETERMINISTIC && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::HAS_BLOCK_MAP;
+// If FIRST_BLOCK_STORES and without a mask, each block starts its m_block loop at row n0 (its first key's index) and
+// wraps around, so that the blocks of a head, which start together, neither add to the same dQ tile nor wait for its
+// first store.
+constexpr bool ROTATED = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::HAS_BLOCK_MAP;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
 
 // Shared memory: offsets in bytes.
@@ -159,7 +159,7 @@ struct BwdBlock {
     __device__ __forceinline__ int kv_head() const { return SPLIT_GROUP ? work_head / params.group : work_head; }
     // After the mainloop: reads the work tile again, so that it does not take registers in the mainloop.
     __device__ __forceinline__ BwdWorkTile reload_work_tile() const {
-        return load_work_tile(smem + WORK_TILE_AT, work_tile_heads(params.Hk, params.group), params.B);
+        return load_work_tile(smem + WORK_TILE_AT, work_tile_heads(params.Hk, params.group));
     }
     // SPLIT_GROUP: where a slab of the partial dK or dV of the reloaded work tile begins (bwd_combine_group.cuh).
     __device__ __forceinline__ float* partial(const BwdWorkTile& reloaded, Gradient gradient, int key_offset,
@@ -270,8 +270,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
+    // Before griddepcontrol_wait only what bwd_preprocess does not write, and what is complete when it ends: the tile
+    // counter, zeroed before all entry points, and the block map, for which bwd_preprocess waits. After it: delta, and
+    // if RAGGED work_tiles.
     if (Head::HAS_BLOCK_MAP) {
-        const BwdWorkTile work_tile(0, work_tile_heads(Hk, group), B);
+        const BwdWorkTile work_tile(0,
+                                    work_tile_heads(Hk, group));  // not DETERMINISTIC or RAGGED: blockIdx determines it
         if (work_tile.b < B)
             map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.work_head * heads_per_work_tile,
                                    heads_per_work_tile, work_tile.n_block * BLOCK_N);
@@ -281,7 +285,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     __syncthreads();  // mbarriers, block map and work tile are initialised
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
-    const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group), B);
+    const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group));
     // There are more blocks than work tiles in a ragged batch, and in the last L2 head group.
     if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
     const int work_head = work_tile.work_head, b = work_tile.b, H = Hk * group;
@@ -303,7 +307,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         zero(consumer.dK), zero(consumer.dV);
         non_finite = consumer.store_dV() | consumer.store_dK();
     } else {
-        consumer.first_step();
+        consumer.first_step();  // waits for K and V; bwd_consumer.cuh: also executes the first m_block
 #pragma unroll 1
         while (consumer.head < heads_per_work_tile) consumer.bwd_step();
         non_finite = consumer.epilogue();
@@ -329,7 +333,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,
-    int num_counters,  // elements before the accumulators in dQ_accum: tile counter, semaphores
+    int num_counters,  // at least the elements before the accumulators in dQ_accum: tile counter, semaphores
     int Hk,
     int group,  // H / Hk
     const __grid_constant__ Score score) {

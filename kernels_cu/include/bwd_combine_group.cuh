@@ -1,5 +1,5 @@
 // SPLIT_GROUP: with grouped heads, a work tile of the backward is one n_block of one query head, not of all query heads
-// of a key/value head. There are as many times more work tiles, which fill the GPU if a batch has few key/value heads
+// of a key/value head. There are H / Hk times as many work tiles, which fill the GPU if a batch has few key/value heads
 // or keys. Each work tile stores its own dK and dV in 16 bits; combine_group adds them, in float32 and in a fixed
 // order.
 //
@@ -22,7 +22,8 @@ constexpr int PARTIAL_SLABS_K = (D_PAD + 63) / 64, PARTIAL_SLABS = PARTIAL_SLABS
 __device__ __forceinline__ int work_tile_heads(int Hk, int group) { return SPLIT_GROUP ? Hk * group : Hk; }
 __device__ __forceinline__ int query_heads_per_work_tile(int group) { return SPLIT_GROUP ? 1 : group; }
 
-// Index of the first n_block of a batch entry, counted over the batch. ROWS: BLOCK_N.
+// Index of the first n_block of a batch entry, counted over the batch. ROWS: BLOCK_N. RAGGED: an upper bound; each
+// earlier sequence may have one incomplete tile, so indices are distinct, with gaps.
 template <int ROWS>
 __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 #if RAGGED
@@ -32,7 +33,8 @@ __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 #endif
 }
 
-// Offset in floats of a slab. number: n_block of the batch * H + query head; key_offset: 0 or 64.
+// Offset of a slab in units of 4 bytes, two elements. number: n_block of the batch * H + query head, or for a distance
+// between heads their number; key_offset: 0 or 64.
 __device__ __forceinline__ long long partial_index(long long number, Gradient gradient, int key_offset, int slab) {
     const long long half = number * (BLOCK_N / 64) + key_offset / 64;
     const int first = gradient == Gradient::dV ? PARTIAL_SLABS_K : 0;

@@ -10,8 +10,8 @@ struct ConsumerWarpgroup : KeyConsumer {
     // One m_block, and dQ of the previous one. FIRST: there is no previous one; dK and dV are overwritten.
     template <bool FIRST = false>
     __device__ __forceinline__ void bwd_step() {
-        const bool accumulates =
-            SKIPS_FIRST_TILE && !FIRST ? i > skipped_tiles : !FIRST;  // whether dK and dV contain an earlier m_block
+        // Whether dK and dV contain an earlier m_block.
+        const bool accumulates = !FIRST && (!SKIPS_FIRST_TILE || i > skipped_tiles);
         const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         const float* const stats = stats_of(stage, 0);
         float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[DQ_COLS / 2];
@@ -24,7 +24,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         TIMELINE(wait_dO);
         if (FIRST) mbarrier_wait(FullV::at(base, 0), 0);
         dOPipeline::wait(base, i);
-        TIMELINE(S);
+        TIMELINE(S);  // the step of issuing S^T and dP^T
         mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         if (!FIRST) commit_dQ_dS(i > 1, i - 1);  // dQ of i - 2: not before the third iteration
 
@@ -73,7 +73,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         ++i;
     }
 
-    // The first m_block. If consumer 1 skips it, it also skips the ping-pong barriers of this iteration.
+    // The first m_block. If consumer 1 skips it, it takes no turn: its first turn follows consumer 0's first one.
     __device__ __forceinline__ void first_step() {
         mbarrier_wait(FullK::at(base, 0), 0);
         if (consumer == 1) named_barrier_arrive(other_turn, BOTH_CONSUMERS);  // consumer 0 starts

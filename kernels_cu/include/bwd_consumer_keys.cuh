@@ -34,11 +34,11 @@ __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     TIMELINE(done);
 }
 
-// A consumer warpgroup: dK and dV of 64 keys, and half of each tile of dQ. dQ of an m_block is computed in the next
+// A consumer warpgroup: dK and dV of 64 keys, and a part of each tile of dQ. dQ of an m_block is computed in the next
 // iteration. The consumers alternate in computing P and dS (ping-pong).
 struct KeyConsumer {
-    // Whether a consumer skips the first m_block if the mask hides all of its keys from it. With dropout this is
-    // slower.
+    // Whether a consumer skips the first m_block if no query of that m_block sees a key of the consumer. With dropout
+    // this is slower.
     static constexpr bool SKIPS_FIRST_TILE = Head::HAS_RIGHT_BOUND && !DROPOUT;
 
     const BwdBlock& block;
@@ -94,8 +94,8 @@ struct KeyConsumer {
 
     // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
     __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[DQ_COLS / 2], unsigned i) const {
-        // phase ^ 1: the first wait returns at once. NARROW_V: the first wait of consumer 1 is for consumer 0's first
-        // dQ.
+        // i % 2 ^ 1: the first wait returns at once. NARROW_V: consumer 0 waits for the other's dQ of i - 1 (the first
+        // wait returns at once), consumer 1 for the other's dQ of i.
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), NARROW_V ? (i + 1 + consumer) % 2 : i % 2 ^ 1);
         stage_dQ(own_dQ(base, consumer), dQ);
     }
@@ -131,8 +131,8 @@ struct KeyConsumer {
     }
     // Replaces the first bwd_step of a consumer whose keys are all hidden. Writes dS = 0, because the other consumer
     // multiplies the dS of all 128 keys. Does not arrive for this dS: the next bwd_step does, or the epilogue
-    // (NARROW_V: first_step). Does not release Q: the next bwd_step does. Both consumers count this iteration of the
-    // ping-pong: first_step.
+    // (NARROW_V: first_step). Does not release Q: the next bwd_step does. The consumer takes no turn of the ping-pong
+    // in this iteration (NARROW_V: first_step takes it).
     __device__ __forceinline__ void skip_step() {
         mbarrier_wait(FullV::at(base, 0), 0);
         QPipeline::wait(base, 0);
@@ -178,7 +178,7 @@ struct KeyConsumer {
                                                     dV, Head::dropout_factor(block.params.score), key_offset, 0);
     }
     // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: dK is wider than dO
-    // and takes both stages, which both consumers have read before the last dS was complete.
+    // and takes both stages (STAGES = 2), which both consumers have read before the last dS was complete.
     __device__ __forceinline__ SmemAddr dK_staging() const {
         if constexpr (NARROW_V) return base + (consumer ? dO_AT : Q_AT + stage_of(i) * SmemLayoutQ::BYTES);
         return base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;

@@ -1,4 +1,5 @@
-// The consumers of bwd_wgmma for HEAD_DIM > 128 (BLOCK_M = BLOCK_N = 64), included by bwd_wgmma.cu.
+// The consumers of bwd_wgmma for BLOCK_M = BLOCK_N = 64: HEAD_DIM > 128, except where bwd_consumer_narrow_v.cuh
+// applies. Included by bwd_wgmma.cu.
 //
 // Both consumers work on the same 64 keys. A consumer computes P^T and dS^T of half of the queries and stores both in
 // shared memory. It owns half of the columns of dK, dV and dQ, and adds dQ to dQ_accum itself. No ping-pong; dQ is
@@ -43,7 +44,7 @@ struct ConsumerWarpgroup {
         return tile + query_offset * SmemLayoutPdS::ROW_BYTES;
     }
 
-    // S^T or dP^T of the consumer's queries and all keys.
+    // S^T or dP^T of the consumer's queries and all keys. Layouts: see bwd_mma_steps.cuh.
     template <int COLUMNS>
     __device__ __forceinline__ void mma_SdP_own_queries(float (&C)[M / 2], unsigned keys_at,
                                                         unsigned queries_at) const {
@@ -87,6 +88,7 @@ struct ConsumerWarpgroup {
         if constexpr (MASKS_P) mask.apply(block.m_blocks, 0, coords, [&](int k) { hide(P, k); });
     }
 
+    // Before the mainloop: only waits for K and V, which TMA loads.
     __device__ __forceinline__ void first_step() const {
         mbarrier_wait(FullK::at(base, 0), 0);
         mbarrier_wait(FullV::at(base, 0), 0);
@@ -107,7 +109,7 @@ struct ConsumerWarpgroup {
         if (accumulates) release_stage<QPipeline>(base, i - 1, lane == 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
-        TIMELINE(S);
+        TIMELINE(S);  // the step of issuing S^T and dP^T
         mma_SdP_own_queries<HEAD_DIM_V>(dP, V_AT, dO_at);
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.

@@ -58,7 +58,9 @@ constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // elements whose mask is loaded 
 template <int N, class MaskElement>
 __device__ __forceinline__ void mask_fragment(const Head& head, const FragmentCoords& coords,
                                               const MaskElement& mask_element) {
-    int begin[2], end[2];  // visible queries of each of the lane's two keys, relative to its first query
+    // Visible queries of each of the lane's two keys, relative to its first query. A right bound of the keys of a query
+    // is a lower bound of the queries of a key.
+    int begin[2], end[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Range rows = head.visible_queries(coords.key + 8 * half);

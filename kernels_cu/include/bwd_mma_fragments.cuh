@@ -100,7 +100,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
     }
 }
 
-// Copies a staged tile to rows n0 .. n0 + BLOCK_N of dK or dV, which has WIDTH columns.
+// Copies a staged tile to rows n0 .. n0 + BLOCK_N - 1 of dK or dV, which has WIDTH columns.
 template <int COLUMNS, int WIDTH>
 __device__ __forceinline__ void store_rows(const View<dtype>& out, const SeqlenInfo& seqlen_info, int h, int n0,
                                            const char* tile) {

@@ -1,5 +1,6 @@
 // The steps of the backward mainloop on wgmma (`bwd_step` in bwd_consumer*.cuh): S^T and dP^T, P and dS, dV, dK and dQ.
-// M: query rows of a fragment of P^T or dS^T; a fragment has M / 16 steps of 4 registers, two packed elements each.
+// STEPS: steps of 16 query rows of a fragment of P^T or dS^T, 4 registers each, two packed elements per register.
+// SmemLayoutK and SmemLayoutQ also stand for V and dO: steps and strides depend only on the rows of a layout.
 #pragma once
 #include "bwd_fragment.cuh"
 #include "bwd_tiles.cuh"

@@ -28,7 +28,7 @@ constexpr unsigned STATS_BYTES = 2 * sizeof(float) * BLOCK_M;  // LSE and delta 
 // accumulators of dQ in the order of the registers, so that a consumer stores them without a shuffle. The 4 floats of
 // lane 4 * g + q: columns 2 * q and 2 * q + 1 of row g of the warp's 16 rows, then those of row g + 8. Which rows and
 // columns of the tile a consumer has: DQ_COLS in bwd_wgmma.cu. stage_dQ and bwd_consumer_wide.cuh write this layout,
-// load_fragment_rows (bwd_postprocess.cuh) reads it.
+// write_dQ_fragments (bwd_postprocess.cuh) reads it with load_fragment_rows (ptx.cuh).
 constexpr int DQ_FRAGMENT_FLOATS = 32 * 4;               // of a warp and a chunk: 16 rows x 8 columns
 constexpr int DQ_CHUNK_FLOATS = 4 * DQ_FRAGMENT_FLOATS;  // of the four warps of a consumer: 64 rows x 8 columns
 
@@ -45,9 +45,9 @@ struct BwdParams {
     const TensorMap &Q_tile_map, &dO_tile_map;  // boxes of BLOCK_M rows
     const TensorMap &K_map, &V_map;             // boxes of BLOCK_N rows
     const TensorMap &dK_map, &dV_map;           // boxes of 64 rows
-    int B, Hk, group;                           // group: H / Hk
+    int B, Hk, group;                           // B: batch entries of the tensors, 1 if RAGGED; group: H / Hk
     const Score& score;
-    float* dKV_partials;  // only if SPLIT_GROUP: bwd_combine_group.cuh
+    float* dKV_partials;  // only if SPLIT_GROUP: pairs of 16-bit elements (bwd_combine_group.cuh)
 };
 
 // The mbarriers of the mainloop, from byte AT of shared memory on. FulldQ and EmptydQ have one barrier per consumer;
@@ -57,7 +57,8 @@ struct BwdBarriers {
     using QPipeline = Pipeline<AT>;  // full: Q (and the bias) by TMA; LSE and delta
     using dOPipeline = Pipeline<QPipeline::END>;
     using FulldQ = BarrierArray<dOPipeline::END, 2>;  // a consumer has staged its dQ for the dQ-store warp
-    using EmptydQ = BarrierArray<FulldQ::END, 2>;     // the dQ-store warp has read it
+    // The dQ-store warp has read it. NARROW_V: has read that of the other consumer, with which it shares the buffer.
+    using EmptydQ = BarrierArray<FulldQ::END, 2>;
     // Both consumers have written dS of an m_block i, and have read dS of m_block i - 1: a consumer arrives for i
     // after wgmma_wait for dQ of i - 1 (in the next iteration; NARROW_V: at the end of this one), the last product that
     // reads dS of i - 1. So the barrier is the full barrier of dS i and the empty barrier of dS i - 1, and one

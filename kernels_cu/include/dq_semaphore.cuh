@@ -3,11 +3,12 @@
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
-// Layout of dQ_accum, in elements of 4 bytes: at 0 the tile counter (fetch_tile_number), padded to 16 bytes; from
+// Layout of dQ_accum with HAS_SEMAPHORES (otherwise the accumulators begin at 0, all of them are zeroed, and all blocks
+// add), in elements of 4 bytes: at 0 the tile counter (fetch_tile_number), padded to 16 bytes; from
 // SEMAPHORES_INDEX on two semaphores per dQ tile, one per consumer; the accumulators (bwd_tiles.cuh). These start at a
 // multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if consumers add to dQ_accum themselves (BLOCK_N =
 // 64), the 512 bytes that a warp adds at a time. DETERMINISTIC: a semaphore counts the work tiles that have added to
-// the consumer's half of the dQ tile. Blocks add to a dQ tile in the order of their work tiles. The first one stores,
+// the consumer's part of the dQ tile. Blocks add to a dQ tile in the order of their work tiles. The first one stores,
 // so that only the tile counter and the semaphores have to be zeroed.
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
@@ -33,7 +34,7 @@ constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && 
 // = 128, where iterations are longer.
 constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M == 64;
 
-// When a dQ-store warp may store or add its consumer's halves of dQ tiles, and which of the two. For each tile, in this
+// When a dQ-store warp may store or add its consumer's parts of dQ tiles, and which of the two. For each tile, in this
 // order: wait_turn, claim_first_store, the store or addition, signal_done. Block: see BwdBlock.
 template <class Block>
 struct dQAccumulation {

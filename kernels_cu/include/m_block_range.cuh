@@ -33,7 +33,7 @@ struct GroupBlockMap {
     }
 };
 
-// blockIdx, kept in a register, and read from the special register at each call.
+// BlockIndex: blockIdx, kept in a register. BlockIndexReread: read from the special register at each call.
 struct BlockIndex {
     static __device__ __forceinline__ unsigned x() { return blockIdx.x; }
     static __device__ __forceinline__ unsigned y() { return blockIdx.y; }
@@ -80,7 +80,8 @@ struct MBlockRange {
         return !ROTATED ? begin() : n0() < end() ? n0() / BLOCK_M * BLOCK_M : 0;
     }
 
-    // m0 after the last m_block of a head, in iteration order. Requires a range that is not empty.
+    // m0 after the last m_block of a head, in iteration order. Only with MAY_DESCEND; requires a range that is not
+    // empty.
     __device__ __forceinline__ int past_last() const {
         return is_descending() ? begin() - BLOCK_M : (end() + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
     }
@@ -88,7 +89,8 @@ struct MBlockRange {
     // m0 of the next m_block in iteration order; may be out of range, see seek.
     __device__ __forceinline__ int next(int m0) const { return is_descending() ? m0 - BLOCK_M : m0 + BLOCK_M; }
 
-    // Moves to the first m_block from m0 of `head` on, in iteration order; head = heads if there is none.
+    // Moves to the first m_block from m0 of `head` on, in iteration order; head = heads if there is none. m0: the
+    // result of next(), or with a block map also of first().
     __device__ __forceinline__ void seek(int& head, int& m0) const {
         if constexpr (!Head::HAS_BLOCK_MAP) {
             if constexpr (ROTATED) {  // the loop of a head wraps around, and ends when it is back at first()

@@ -6,7 +6,8 @@
 #include "m_block_range.cuh"
 #include "score_mod.cuh"
 
-// The order of work tiles. To change it, edit the constructor of BwdWorkTile, and the grid in bwd_wgmma.py. If
+// The order of work tiles. To change it, edit n_block_of_block (unless DETERMINISTIC; m_block_range.cuh calls it, too)
+// and the constructor of BwdWorkTile, the grid in bwd_wgmma.py, and which blocks exit in bwd_wgmma.cu. If
 // DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks wait for each other.
 //
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
@@ -46,7 +47,7 @@ struct BwdWorkTile {
     }
 
     // number: the number of the work tile if DETERMINISTIC, otherwise unused. work_heads: see work_tile_heads.
-    __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned work_heads, unsigned B)
+    __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned work_heads)
         : n_block(DETERMINISTIC ? 0 : n_block_of_block<BlockIndex>()), work_head(blockIdx.y), b(blockIdx.z) {
         if (DETERMINISTIC) {
             const unsigned group_row = number / gridDim.x, head_group = group_row / gridDim.y;
@@ -90,11 +91,11 @@ __device__ __forceinline__ void copy_work_tile(char* slot, const int* work_tiles
     const int *const from = work_tiles + 8 * (blockIdx.y * gridDim.x + blockIdx.x), lane = threadIdx.x % 32;
     if (lane < 8) reinterpret_cast<int*>(slot)[lane] = from[lane];
 }
-__device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned work_heads, unsigned B) {
+__device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned work_heads) {
 #if RAGGED
     return BwdWorkTile(*reinterpret_cast<const volatile WorkTile*>(slot));
 #else
-    return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, work_heads, B);
+    return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, work_heads);
 #endif
 }
 // Prefetches the work tile of the next block on this SM, which starts about one wave (132 blocks) later: one of the 128
