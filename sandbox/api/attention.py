@@ -52,7 +52,8 @@ def attention_forward(
     float32; added. score: a `sandbox.Score`, the user's own expressions. window: (left, right), the number of keys to
     either side of i + diagonal that are visible, both ends included; None: no bound. mask: bool, broadcastable to
     (B, H, Sq, Sk); False hides. sink: (H,) float32; exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32;
-    the number of valid keys per batch entry, clamped to 0 … Sk.
+    the number of valid keys per batch entry, clamped to 0 … Sk. Causal, diagonal and `score` then use key_lengths[b] as
+    Sk: with causal=True the last query attends to the last valid key.
     dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
     are divided by 1 - dropout. seed: determines which elements are dropped (`sandbox.reference.dropout_keep`): an int,
     or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
@@ -67,9 +68,9 @@ def attention_forward(
     or in pages; equal on GPUs of one architecture (docs/bits.md). Not for float8, nor with dropout, which depends on
     the indices of a row.
 
-    kernel: a name from `python -m sandbox list`; by default the fastest one for the problem, as measured
-    (`python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or "BLOCK_M=64,...".
-    backend: "cuda" or "cpu"; by default that of the arrays.
+    kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
+    (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or
+    "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
 
     Returns out, (B, H, Sq, Dv), of q's dtype (for float8: `out_dtype`), library and device; and lse, (B, H, Sq)
     float32, the natural log-sum-exp of the scores, the sink included. A fully masked row has out 0 and lse -inf; with
@@ -150,8 +151,9 @@ def attention_varlen(
     it is an error on a GPU, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
-    `attention` is. Invalid cu_seqlens are an error on the CPU backend; on a GPU the results are undefined, but no
-    memory outside of the arrays is accessed. Raises the exceptions of `attention_forward`.
+    `attention` is. Invalid cu_seqlens are an error on the CPU backend and with SANDBOX_CHECKED=1; otherwise the results
+    on a GPU are undefined, but no memory outside of the arrays is accessed. Raises the exceptions of
+    `attention_forward`.
     """
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     opts, arrays = ragged(

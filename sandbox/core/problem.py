@@ -201,8 +201,8 @@ class Problem:
 
     @property
     def tuning_class(self) -> str:
-        """The class of problems that share a tuned tile: head dimension, dtype, mask, and Sq, Sk and B * H, each
-        rounded up to a power of two."""
+        """The class of problems that share a tuned tile: D, dtype, causal, and Sq, Sk and B * H, each rounded up to a
+        power of two. Dv, score options, ragged and pages do not count."""
         Sq, Sk, heads = (1 << max(n - 1, 0).bit_length() for n in (self.Sq, self.Sk, self.B * self.H))
         mask = f" {self.causal}" if self.causal else ""
         return f"D{self.D} {self.dtype}{mask} Sq<={Sq} Sk<={Sk} heads<={heads}"
