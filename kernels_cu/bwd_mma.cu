@@ -1,12 +1,12 @@
 // Rung 3: attention backward on tensor cores with mma.sync (sm_80 and later). FlashAttention-2's Algorithm 2
 // (arXiv:2307.08691).
 //
-// A block owns BLOCK_N keys and loops over the query tiles to which they are visible; a group of WARPS_PER_GROUP warps
-// owns 32 keys. dK and dV stay in registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that the
+// A block owns BLOCK_N keys and loops over the query tiles to which they are visible; KEY_WARPS warps own the same
+// 32 keys. dK and dV stay in registers. Scores are computed transposed, S^T = K Q^T and dP^T = V dO^T, so that the
 // accumulators of P^T and dS^T are A operands of dV += P^T dO and dK += dS^T Q without a shuffle, as P in fwd_mma.
 //
 // clang-format off
-//   per query tile, each warp of a group
+//   per query tile, each of the KEY_WARPS warps
 //     own QUERIES of the tile    S^T, dP^T -> P^T, dS^T in registers, also stored to shared memory
 //     other warps' queries       P^T, dS^T from shared memory
 //     for both                   adds to its own COLS columns of dK and dV
@@ -29,9 +29,9 @@
 #include "score_mod.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
-constexpr int WARPS_PER_GROUP = WARPS * 32 / BLOCK_N;  // warps that own the same 32 keys
-constexpr int DQ_COL_WARPS = WARPS * 32 / BLOCK_M;     // warps that divide the columns of the same 32 rows of dQ
-constexpr int MOST_COL_WARPS = WARPS_PER_GROUP > DQ_COL_WARPS ? WARPS_PER_GROUP : DQ_COL_WARPS;
+constexpr int KEY_WARPS = WARPS * 32 / BLOCK_N;     // warps that own the same 32 keys
+constexpr int DQ_COL_WARPS = WARPS * 32 / BLOCK_M;  // warps that divide the columns of the same 32 rows of dQ
+constexpr int MOST_COL_WARPS = KEY_WARPS > DQ_COL_WARPS ? KEY_WARPS : DQ_COL_WARPS;
 constexpr int MIN_COLUMNS = 16 * MOST_COL_WARPS;  // 16 columns, one MMA step, per warp
 // The smallest columns * 2^n that is at least width.
 __device__ constexpr int padded(int columns, int width) {
@@ -39,11 +39,11 @@ __device__ constexpr int padded(int columns, int width) {
 }
 constexpr int D_PAD = padded(MIN_COLUMNS, HEAD_DIM);  // a power of two; columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = padded(MIN_COLUMNS, HEAD_DIM_V);
-constexpr int QUERIES = BLOCK_M / WARPS_PER_GROUP, COLS = D_PAD / WARPS_PER_GROUP, V_COLS = DV_PAD / WARPS_PER_GROUP;
+constexpr int QUERIES = BLOCK_M / KEY_WARPS, COLS = D_PAD / KEY_WARPS, V_COLS = DV_PAD / KEY_WARPS;
 constexpr int DQ_COLS = D_PAD / DQ_COL_WARPS;
 // These options would spill otherwise.
 constexpr bool SMALL_STEPS =
-    Head::HAS_SCORE_MOD || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS || (DROPOUT && WARPS_PER_GROUP == 1);
+    Head::HAS_SCORE_MOD || Head::ELEMENT_MASK || WINDOW || KEY_LENGTHS || (DROPOUT && KEY_WARPS == 1);
 constexpr int SUB_M = QUERIES < 32 || SMALL_STEPS ? 16 : 32;  // queries per step
 using Tile = SwizzledRows<D_PAD>;                             // rows of Q, K
 using VTile = SwizzledRows<DV_PAD>;                           // rows of V, dO
@@ -55,9 +55,9 @@ constexpr unsigned ROW_BYTES = Tile::ROW, V_ROW_BYTES = VTile::ROW, P_BYTES = BL
 constexpr unsigned Q_BYTES = BLOCK_M * ROW_BYTES, dO_BYTES = BLOCK_M * V_ROW_BYTES, K_BYTES = BLOCK_N * ROW_BYTES,
                    V_BYTES = BLOCK_N * V_ROW_BYTES;
 constexpr unsigned STAGES_AT = K_BYTES + V_BYTES, STAGE_BYTES = Q_BYTES + dO_BYTES + 8 * BLOCK_M;  // Q, dO, LSE, delta
-static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE_BYTES + (WARPS_PER_GROUP > 1 ? 2 : 1) * P_BYTES,
+static_assert(SMEM_BYTES == STAGES_AT + 2 * STAGE_BYTES + (KEY_WARPS > 1 ? 2 : 1) * P_BYTES,
               "spec and kernel disagree on shared memory");
-static_assert(WARPS_PER_GROUP * BLOCK_N == 32 * WARPS && DQ_COL_WARPS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 &&
+static_assert(KEY_WARPS * BLOCK_N == 32 * WARPS && DQ_COL_WARPS * BLOCK_M == 32 * WARPS && QUERIES % SUB_M == 0 &&
                   SUB_M % 16 == 0,
               "32 rows per warp, whole MMA steps");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows are copied in 16-byte chunks");
@@ -130,7 +130,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                 dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
                 char* out = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
                 *reinterpret_cast<unsigned*>(out) = ds;
-                if (WARPS_PER_GROUP > 1)
+                if (KEY_WARPS > 1)
                     *reinterpret_cast<unsigned*>(out + P_BYTES) = DROPOUT ? packed & keep_pair * 0xffffu : packed;
             }
         }
@@ -140,15 +140,15 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
     }
 }
 
-// The queries of the other warps of the group: adds P^T dO and dS^T Q, with P^T and dS^T from shared memory.
+// The queries of the other warps that own the same keys: adds P^T dO and dS^T Q, with P^T and dS^T from shared memory.
 __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumulators<V_COLS>& dV, SmemAddr Q_tile,
                                                   SmemAddr dS_tile) {
     const Warp warp(thread_index_x());
     const QKOffsets columns = warp.columns<D_PAD>();
     const VOffsets V_columns = warp.columns<DV_PAD>();
 #pragma unroll 1  // if unrolled, D = 256 spills
-    for (int other = 1; other < WARPS_PER_GROUP; ++other) {
-        const int first = (warp.part + other) % WARPS_PER_GROUP * QUERIES;
+    for (int other = 1; other < KEY_WARPS; ++other) {
+        const int first = (warp.part + other) % KEY_WARPS * QUERIES;
 #pragma unroll
         for (int step = 0; step < QUERIES / 16; ++step) {
             const auto offsets = row_offsets<POffsets>(warp.lane, first / 8);
@@ -189,8 +189,8 @@ __device__ __forceinline__ void add_dQ(float* dQ_tile, SmemAddr K_tile, SmemAddr
     }
 }
 
-// The query tiles of a block's keys: which ones, in the heads of the group, and their loads. Little is stored, and much
-// is computed again or read again from L1: the accumulators leave no registers.
+// The query tiles of a block's keys: which ones, in the query heads of its key/value head, and their loads. Little is
+// stored, and much is computed again or read again from L1: the accumulators leave no registers.
 struct MBlockLoader {
     const View<const dtype>&Q, &dO;
     const float *LSE, *delta;
@@ -308,7 +308,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
         const bool masked = tiles.masked(head, m0);
         TIMELINE(compute_own_queries);
         compute_own_queries(dK_rmem, dV_rmem, head, m0, tiles.n0(), masked, K_tile, smem + stage, dS_tile);
-        TIMELINE(wait_group);
+        TIMELINE(wait_warps);
         __syncthreads();  // dS^T and P^T are complete before other warps read them
         TIMELINE(add_other_queries);
         add_other_queries(dK_rmem, dV_rmem, K_tile + stage, smem_address(dS_tile));  // K_tile is the address of smem

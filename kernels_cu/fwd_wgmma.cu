@@ -303,7 +303,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
     const __grid_constant__ TensorMap bias_map,    // boxes of 64 rows, if BIAS_TILES
     int H,
-    int batch_heads,  // B * H
+    int batch_heads,  // B * H, or H if RAGGED
     int group,        // H / Hk
     const __grid_constant__ Score score,
     unsigned* tile_counter  // work tiles drawn so far, beyond the first of each block

@@ -25,7 +25,7 @@ struct Warp {
     // keys: its first key in the tile; part: its index in the group, which selects its queries and columns.
     unsigned index, lane, keys, part;
     __device__ __forceinline__ explicit Warp(unsigned thread)
-        : index(thread / 32), lane(thread % 32), keys(index / WARPS_PER_GROUP * 32), part(index % WARPS_PER_GROUP) {}
+        : index(thread / 32), lane(thread % 32), keys(index / KEY_WARPS * 32), part(index % KEY_WARPS) {}
 
     // ldmatrix offsets of 16 x 16 blocks: rows of an A operand, rows of a B operand (transposed), the warp's columns of
     // dK or dV.
@@ -39,7 +39,7 @@ struct Warp {
     }
     template <int COLUMNS>
     __device__ __forceinline__ FragmentOffsets<COLUMNS> columns() const {
-        return row_offsets<FragmentOffsets<COLUMNS>>(lane, part * (COLUMNS / WARPS_PER_GROUP / 8));
+        return row_offsets<FragmentOffsets<COLUMNS>>(lane, part * (COLUMNS / KEY_WARPS / 8));
     }
 };
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
 #pragma unroll
     for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
         const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
-        const unsigned offset = SwizzledRows<COLUMNS * WARPS_PER_GROUP>::at(row, warp.part * (COLUMNS / 8) + nt);
+        const unsigned offset = SwizzledRows<COLUMNS * KEY_WARPS>::at(row, warp.part * (COLUMNS / 8) + nt);
         *reinterpret_cast<unsigned*>(tile + offset + warp.lane % 4 * 4) =
             pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);
     }

@@ -85,9 +85,9 @@ struct WorkTileConsumer : ConsumerTiles {
                         Head::HAS_BLOCK_MAP ? uniform(KeyTileEntries::entry(state.smem, stage_of(pipe_index + j))) : 0);
     }
     __device__ __forceinline__ ElementBits load_element_bits(KeyTile tile) const {
-        ElementBits visible_bits;
-        if (Head::HAS_ELEMENT_BITS) visible_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
-        return visible_bits;
+        ElementBits element_bits;
+        if (Head::HAS_ELEMENT_BITS) element_bits.load(head, warp_row + state.g, tile.n0, tile.mask_allows_all);
+        return element_bits;
     }
     // S becomes the raw scores: by apply_score_mod (mask_wgmma.cuh), or with BIAS_TILES by BiasTiles::score_mod, which
     // reads the bias from K's stage. Both call Head::raw for each element, and this Head::apply_score_mod.
