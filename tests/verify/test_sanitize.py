@@ -72,13 +72,13 @@ FAULTS = {
         "O depends on uninitialised local variables", "",
     ),
     "missing wait": (
-        "fwd_mma", "        cp_async_wait<0>();\n        __syncthreads();  // all threads' loads",
-        "        __syncthreads();  // all threads' loads", "address",
+        "fwd_mma", "        cp_async_wait<0>();\n        __syncthreads();  // all threads have loaded",
+        "        __syncthreads();  // all threads have loaded", "address",
         "shared memory used while a cp.async to it by thread 0 has not been waited for",
         "offsets.Q.load(state.Q[", "ldmatrix_x4(Q, tile",
     ),
     "deleted barrier": (
-        "fwd_mma", "__syncthreads();  // all threads' loads of tile j", "// all threads' loads of tile j", "thread",
+        "fwd_mma", "__syncthreads();  // all threads have loaded tile j", "// all threads have loaded tile j", "thread",
         "against previous write of 8 bytes at fwd_mma.cu",
         "cp_async_tile<BLOCK_N, K_COLUMNS, THREADS>(stage, K_rows", "mma_ABt_step(S, Q, K_smem",
     ),
