@@ -34,7 +34,7 @@ class Work:
 def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
     """The work of one launch. Without BLOCK_M or BLOCK_N in the tile, a tile spans all rows."""
     p, names = problem, set(entry.args)
-    if {"row_tiles", "splits"} & set(entry.numbers):
+    if "row_tiles" in entry.numbers or ("splits" in entry.numbers and "Q_map" not in names):
         return _packed(entry, p, tile)
     if "delta" in names and "LSE" not in names:
         least = _once(p, read=("dO", "O"), written=("delta",))
@@ -74,7 +74,7 @@ def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
     floats = owner.scratch["partials"](p, tile)[0] if "partials" in owner.scratch else 0
     parts = {"partials": FP32 * floats} if floats else {}
     results = {"O": rows * p.Dv * ITEMSIZE[p.dtype_of("O")], "LSE": FP32 * rows}
-    if "Q" not in entry.args:
+    if "Q" not in entry.args or "row_tiles" not in entry.numbers:  # the combine kernel
         combined = HbmBytes(parts, results)
         return Work(0, combined, combined)
     tiles = entry.numbers["row_tiles"](p, tile)
