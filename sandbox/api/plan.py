@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..core import log, registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Arch, Kernel
-from ..core.options import ARRAYS, BY_NAME
+from ..core.options import ARRAYS, BY_NAME, SAME_FOR_GROUP
 from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
@@ -195,7 +195,7 @@ def _packable(p: Problem, views: Mapping[str, ArrayView]) -> bool:
     """Whether the heads of a group are passed as queries of one head, so that each key is read once for all of them
     (packed GQA): with `invariant`, one query, and options that do not depend on its head or place. Kernels for
     decoding pack them by themselves."""
-    alike = p.options <= {"invariant", "softcap", "key_lengths", "page_size"} and p.causal != "top-left"
+    alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     return p.invariant and p.Sq == 1 and p.group > 1 and alike and not p.ragged and views["q"].strides[1] > 0
 
 

@@ -404,6 +404,8 @@ BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 # Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
+# Options that are the same for all heads of a group and for the query of a decoded token.
+SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 SHOWN = tuple(
     BY_NAME[name] for name in
