@@ -215,10 +215,12 @@ def counted(rows: list[Row]) -> str:
     in_time = [row for row in rows if row["found"] and row["seconds"] <= LIMIT_SECONDS]
     right = [row for row in in_time if row["right"]]
     later = [row for row in rows if faults.get(row["number"]).later]
-    said = f"{len(in_time)} of {len(rows)} found within {LIMIT_SECONDS:.0f} s, {len(right)} with the cause or the line"
+    text = "{} found within {:.0f} s, {} with the cause or the line"
+    said = f"{len(in_time)} of {text.format(len(rows), LIMIT_SECONDS, len(right))}"
     if later:
-        parts = (sum(row in some for row in later) for some in (in_time, right))
-        said += "; of the {} planted after the tools were finished (*), {} and {}".format(len(later), *parts)
+        quick, explained = (sum(row in some for row in later) for some in (in_time, right))
+        said += f"; of the {len(later)} planted after the tools were finished (*), "
+        said += text.format(quick, LIMIT_SECONDS, explained)
     return f"{said}."
 
 

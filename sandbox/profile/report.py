@@ -100,10 +100,10 @@ def _baseline(profile: Profile, name: str) -> str:
     if name == "DRAM read":
         least = sum(work.least.read.values())
         kept = 1 - (c.dram_read - least) / (read - least) if c.dram_read is not None and read > least else None
-        baseline = f"minimum {_bytes(least)}; IO model without caches {_bytes(read)}"
+        baseline = f"compulsory {_bytes(least)}; without caches (IO model) {_bytes(read)}"
         if kept is None:
             return baseline
-        return f"{baseline}: caches avoided {min(max(kept, 0.0), 1.0):.0%} of the reads beyond the minimum"
+        return f"{baseline}: caches served {min(max(kept, 0.0), 1.0):.0%} of the difference"
     if name == "DRAM written":
         return f"IO model {_bytes(written)} (measured: without data still in L2 at the end)"
     if name == "L2 to and from SMs":

@@ -298,9 +298,7 @@ def test_the_report_shows_source_lines(kept: Path) -> None:
     assert "27 µs" in time
     (read,) = [line for line in lines if line.startswith("DRAM read")]
     assert "4.8 MB" in read
-    assert (
-        "minimum 4.72 MB; IO model without caches 26.7 MB: caches avoided 100% of the reads beyond the minimum" in read
-    )
+    assert "compulsory 4.72 MB; without caches (IO model) 26.7 MB: caches served 100% of the difference" in read
     assert any("math_pipe_throttle" in line and "75%" in line for line in lines)
     if disassembly.available():
         source = registry.get("fwd_mma").source.read_text().splitlines()
