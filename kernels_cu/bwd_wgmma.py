@@ -76,7 +76,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
             "BLOCK_M=128 is not supported with a bias or a mask: their boxes or bits have 64 rows; use BLOCK_M=64",
         ),
-        (smem <= SMEM, f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM}"),
+        (
+            smem <= SMEM,
+            f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM} (use fewer STAGES)",
+        ),
     )
     return next((reason for passed, reason in rules if not passed), None)
 

@@ -27,7 +27,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (
             t.BLOCK_M % (16 * t.WARPS) == 0,
-            f"BLOCK_M={t.BLOCK_M} must be a multiple of 16 * WARPS={16 * t.WARPS}",
+            f"BLOCK_M={t.BLOCK_M} must be a multiple of {16 * t.WARPS} = 16 * WARPS, with WARPS={t.WARPS}",
         ),
         (t.SUB_N % 32 == 0, f"SUB_N={t.SUB_N} must be a multiple of 32: one m16n8k32 step of P V"),
         (t.BLOCK_N % t.SUB_N == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of SUB_N={t.SUB_N}"),

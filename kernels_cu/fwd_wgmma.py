@@ -73,7 +73,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             smem <= SMEM,
-            f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM}",
+            (
+                f"tile {t} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM} (use fewer "
+                "STAGES or a smaller BLOCK_N)"
+            ),
         ),
     )
     return next((message for valid, message in rules if not valid), None)

@@ -70,7 +70,12 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 @dtype_option
 @causal_option
 @score_options
-@click.option("--tile", "tiles", multiple=True, help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Repeatable.")
+@click.option(
+    "--tile",
+    "tiles",
+    multiple=True,
+    help="Tile configuration: all its numbers, such as BLOCK_M=64,BLOCK_N=32 for fwd_minimal. Repeatable.",
+)
 @click.option(
     "--peers",
     "names",

@@ -92,7 +92,9 @@ kernel_argument = click.argument("kernel", shell_complete=kernel_names, callback
 optional_kernel_argument = click.argument("kernel", required=False, shell_complete=kernel_names, callback=_named)
 entry_argument = click.argument("kernel", shell_complete=entry_names, callback=_named)
 tile_option = click.option(
-    "--tile", help="Tile configuration, such as BLOCK_M=64,BLOCK_N=32. Default: chosen from the kernel's spec."
+    "--tile",
+    help="Tile configuration: all its numbers, such as BLOCK_M=64,BLOCK_N=32 for fwd_minimal (`compile` prints those "
+    "of each kernel). Default: chosen from the kernel's spec.",
 )
 backend_option = click.option(
     "--backend",

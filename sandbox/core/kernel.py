@@ -298,7 +298,7 @@ class Kernel(Entry):
     def why_tile_unsupported(self, problem: Problem, tile: Tile, arch: Arch | None = None) -> str | None:
         """Why `tile` is not valid for `problem`, as a sentence; None if it is."""
         if set(tile) != set(self.tiles[0]):
-            return f"{self.name}: tile {tile or '(empty)'} must set {', '.join(self.tiles[0])} and nothing else"
+            return f"{self.name}: {self._wrong_numbers(tile)}"
         if problem.invariant and self.invariant_tile:
             for number, value in self.invariant_tile(problem).items():
                 if tile[number] != value:
@@ -308,6 +308,14 @@ class Kernel(Entry):
                     )
         reason = self.check_tile(problem, tile, arch)
         return f"{self.name}: {reason}" if reason else None
+
+    def _wrong_numbers(self, tile: Tile) -> str:
+        """What a tile with other numbers than those of the spec lacks or has in addition."""
+        example = self.tiles[0]
+        missing, unknown = ([n for n in a if n not in b] for a, b in ((example, tile), (tile, example)))
+        reasons = (f"lacks {', '.join(missing)}" * bool(missing), f"has unknown {', '.join(unknown)}" * bool(unknown))
+        use = f"set all numbers, such as {example}" if example else "omit tile: the kernel has no such numbers"
+        return f"tile {tile or '(empty)'} {' and '.join(filter(None, reasons))}: {use}"
 
     @staticmethod
     def _own_dtypes(problem: Problem) -> str:

@@ -356,7 +356,7 @@ def occupancy(entry: Entry, problem: Problem, tile: Tile, resources: Resources, 
 
 
 def as_tile(tile: Tile | str | Mapping[str, int] | None) -> Tile | None:
-    """A user's tile as a Tile: a Tile, a mapping, or "BLOCK_M=64,BLOCK_N=32"."""
+    """A user's tile as a Tile: a Tile, a mapping, or text with all its numbers, such as "BLOCK_M=64,BLOCK_N=32"."""
     if tile is None or isinstance(tile, Tile):
         return tile
     if not isinstance(tile, str | Mapping):

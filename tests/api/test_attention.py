@@ -450,7 +450,10 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("kernel 'fwd_minimum' is not known: did you mean fwd_minimal?", q, k, v, kernel="fwd_minimum",
             error=sandbox.UnknownKernel)  # fmt: skip
     refused("'BLOCK_M' is not NAME=number", q, k, v, tile="BLOCK_M", error=sandbox.SpecError)
-    refused("must set BLOCK_M, BLOCK_N and nothing else", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=64")
+    refused("tile BLOCK_M=64 lacks BLOCK_N: set all numbers, such as BLOCK_M=", q, k, v, kernel="fwd_minimal",
+            tile="BLOCK_M=64")  # fmt: skip
+    refused("BLOCK_M=100 must be a multiple of 64 = 16 * WARPS, with WARPS=4", *(x.astype("f2") for x in (q, k, v)),
+            kernel="fwd_mma", tile="BLOCK_M=100,BLOCK_N=64,SUB_N=32,WARPS=4,MIN_BLOCKS=1")  # fmt: skip
     refused("BLOCK_M=2048 is too large", q, k, v, kernel="fwd_minimal", tile="BLOCK_M=2048,BLOCK_N=16")
     refused("bytes of shared memory at D=16, and the CPU backend has", q, k, v, kernel="fwd_minimal",
             tile="BLOCK_M=1024,BLOCK_N=1024")  # fmt: skip

@@ -435,9 +435,10 @@ def test_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        (Tile(BLOCK_M=64), "fwd_x: tile BLOCK_M=64 must set BLOCK_M, BLOCK_N and nothing else"),
-        (Tile(BLOCK_M=64, BLOCK_N=32, STAGES=2), "tile BLOCK_M=64,BLOCK_N=32,STAGES=2 must set BLOCK_M, BLOCK_N"),
-        (Tile(), "fwd_x: tile (empty) must set BLOCK_M, BLOCK_N and nothing else"),
+        (Tile(BLOCK_M=64), "fwd_x: tile BLOCK_M=64 lacks BLOCK_N: set all numbers, such as BLOCK_M="),
+        (Tile(BLOCK_M=64, BLOCK_N=32, STAGES=2), "BLOCK_N=32,STAGES=2 has unknown STAGES: set all"),
+        (Tile(BLOCK_M=64, STAGES=2), "STAGES=2 lacks BLOCK_N and has unknown STAGES: set all numbers"),
+        (Tile(), "fwd_x: tile (empty) lacks BLOCK_M, BLOCK_N: set all numbers"),
         (Tile(BLOCK_M=64, BLOCK_N=33), "fwd_x: BLOCK_N=33 must be even"),
     ],
 )
