@@ -51,9 +51,7 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
     or do not begin at a multiple of 16 bytes; CompileError, SpecError, ToolchainMissing.
     """
     if not inputs:
-        raise UnsupportedProblem(
-            f"call({name!r}) without inputs is not supported: pass the arrays that the kernel reads"
-        )
+        problem_of(registry.get(name, "operation"), ())  # raises
     if library_of(inputs[0]).requires_grad(*inputs):
         from .torch_autograd import recorded_call
 
@@ -241,7 +239,9 @@ def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
     operation = operation_of(kernel)
     names = ", ".join(operation.inputs)
     if len(views) != len(operation.inputs):
-        raise UnsupportedProblem(f"{kernel.name}: {len(views)} inputs are not supported: it reads {names}")
+        raise UnsupportedProblem(
+            f"{kernel.name} takes {len(operation.inputs)} inputs, and {len(views)} were passed: {names}"
+        )
     sizes: dict[str, tuple[int, str]] = {}
     dtype, of = "", ""
     for (name, tensor), view in zip(operation.inputs.items(), views, strict=True):

@@ -77,7 +77,8 @@ def _check_dtypes(views: Mapping[str, ArrayView]) -> None:
     q, k, v = (views[name].dtype for name in ("q", "k", "v"))
     k_name, v_name = (argument_name(name, views) for name in ("k", "v"))
     if k != q and not (k in FLOAT8 and q in OF_16_BITS):
-        raise UnsupportedProblem(f"q is {q} and {k_name} is {k}: convert both to one dtype")
+        keys = f"; {k} keys need q in float16, bfloat16 or {k}" if k in FLOAT8 else ""
+        raise UnsupportedProblem(f"q is {q} and {k_name} is {k}: convert both to one dtype{keys}")
     if v != k and not (v in FLOAT8 and k in FLOAT8):
         both = "float8" if q in FLOAT8 else f"{q}, as q is{', or float8' if q in OF_16_BITS else ''}"
         raise UnsupportedProblem(f"{k_name} is {k} and {v_name} is {v}: convert both to {both}")
@@ -282,7 +283,10 @@ def _check_lengths(which: str, offsets: NDArray[Any], most: int) -> None:
     what = "queries" if which == "q" else "keys"
     for b, length in enumerate(np.diff(offsets)):
         if length > most:
-            raise LaunchError(f"sequence {b} has {length} {what}, more than max_seqlen_{which}={most}")
+            raise LaunchError(
+                f"sequence {b} has {length} {what}, more than max_seqlen_{which}={most}: pass "
+                f"max_seqlen_{which}={length} or more, and a bias or mask of that size"
+            )
 
 
 def argument_name(name: str, names: Container[str]) -> str:

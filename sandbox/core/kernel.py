@@ -250,7 +250,10 @@ class Kernel(Entry):
                 f"this is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
             )
         if problem.ragged and not self.ragged:
-            return f"{self.name}: ragged batches are not supported: call it once per sequence, or choose another kernel"
+            other = f", or use {self._relative('mma_fp8' if problem.float8 else 'mma')}" if self._replaceable else ""
+            if other and self.computes == "backward" and self.deterministic:
+                other += f" ({self._relative('block2d')} is deterministic)"
+            return f"{self.name}: ragged batches are not supported: call it once per sequence{other}"
         if problem.page_size and not self.paged:
             use = "forward only" if self.computes == "backward" else "not supported"
             other = "" if self.computes == "backward" else "use fwd_wgmma, fwd_mma or fwd_decode, or "
@@ -274,6 +277,11 @@ class Kernel(Entry):
     def _relative(self, family: str) -> str:
         """The kernel of another family that computes the same."""
         return f"{'bwd' if self.computes == 'backward' else 'fwd'}_{family}"
+
+    @property
+    def _replaceable(self) -> bool:
+        """Whether kernels for general attention compute the same."""
+        return self.computes in ("forward", "backward") and not self.latent
 
     def _has_mma(self, problem: Problem, arch: Arch) -> bool:
         """Whether a kernel with mma.sync computes the same on `arch`."""

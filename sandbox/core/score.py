@@ -182,7 +182,7 @@ def _checked(name: Any, tensor: Any) -> TensorLike:
             f"Score: a tensor cannot be called {name!r}: use an identifier that is neither a C++ keyword nor "
             f"one of {', '.join((*VARIABLES, *FUNCTIONS))}"
         )
-    like = like_of(tensor)
+    like = like_of(tensor, f"tensor {name}")
     if like.dtype not in DTYPES:
         raise SpecError(f"Score: tensor {name} is {like.dtype}: it must be one of {', '.join(DTYPES)}")
     if not like.shape:
@@ -201,10 +201,12 @@ def _described(score: str, mask: str, file: str, made_for: Sizes | None, /, **li
 _SUCH_AS = {"score": "x - 0.1f * abs(i - j)", "mask": "j <= i"}
 
 
-def like_of(tensor: Any) -> TensorLike:
+def like_of(tensor: Any, what: str = "a tensor") -> TensorLike:
     """Shape and dtype of an array of any library, or of a TensorLike."""
     try:
         shape, dtype = tuple(int(n) for n in tensor.shape), tensor.dtype
     except (AttributeError, TypeError):
-        raise SpecError(f"Score: tensors: {type(tensor).__name__} is not an array: it has no shape or dtype") from None
+        raise SpecError(
+            f"Score: {what} is of type {type(tensor).__name__}, not an array: pass a NumPy, CuPy or PyTorch array"
+        ) from None
     return TensorLike(shape, str(dtype).rpartition(".")[2])

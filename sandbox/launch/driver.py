@@ -33,8 +33,8 @@ def _libcuda() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise GpuUnavailable(
-            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it, or use the CPU backend: backend='cpu', "
-            "--backend cpu)"
+            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it; without a GPU: attention with "
+            "backend='cpu', run and check with --backend cpu, bench and profile with --show for stored results)"
         ) from error
     status = library.cuInit(0)
     if status == _NO_DEVICE:

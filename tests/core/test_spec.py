@@ -574,7 +574,7 @@ def test_the_largest_numbers_of_float32() -> None:
         ({"tensors": {"x": np.zeros(1)}}, "Score: a tensor cannot be called 'x'"),
         ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
         ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
-        ({"tensors": {"a": 1.0}}, "Score: tensors: float is not an array"),
+        ({"tensors": {"a": 1.0}}, "Score: tensor a is of type float, not an array: pass a NumPy"),
         ({"tensors": {"a": np.zeros((), np.float32)}}, "Score: tensor a has no dimension: reshape it to (1,)"),
         ({"score": "x + '\udc80'"}, "must not contain NUL or surrogate"),
         ({"mask": "j <= i\0 + 1"}, "Score: mask='j <= i\\x00 + 1' must not contain NUL"),

@@ -413,19 +413,19 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("dout is a NumPy array and lse a PyTorch array", dout, q, k, v, out, torch.from_numpy(lse))
     refused("q has stride 2 in D", dout[..., ::2], q[..., ::2], k[..., ::2], v[..., ::2], out[..., ::2], lse)
     refused(
-        "kernel='fwd_minimal' is not supported for the backward: it computes forward: omit",
+        "kernel='fwd_minimal' computes forward, which is not supported for the backward: omit it",
         *given,
         kernel="fwd_minimal",
     )
     refused(
-        "'bwd_preprocess' is not supported for the backward: it computes preprocess: omit",
+        "'bwd_preprocess' computes preprocess, which is not supported for the backward: omit it",
         *given,
         kernel="bwd_preprocess",
     )
     refused("bwd_minimal_dq is an entry point of bwd_minimal and cannot run alone: use", *given,
             kernel="bwd_minimal_dq", error=sandbox.UnknownKernel)  # fmt: skip
     with pytest.raises(
-        sandbox.UnsupportedProblem, match=r"computes backward: omit kernel, or choose one of fwd_minimal, .*fwd_wgmma"
+        sandbox.UnsupportedProblem, match=r"computes backward, .*: omit it, or choose one of fwd_minimal, .*fwd_wgmma"
     ):
         sandbox.attention(q, k, v, kernel="bwd_minimal")
     assert HOST == ("cpu", 0)
