@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ..core import registry
-from ..core.dtypes import ITEMSIZE
+from ..core.dtypes import FLOAT8, ITEMSIZE, normalise_dtype
 from ..core.kernel import Kernel
 from ..core.options import SHOWN
 from ..core.problem import Problem
@@ -103,6 +103,16 @@ backend_option = click.option(
 )
 
 
+class Dtype(click.Choice[str]):
+    """A dtype of q, k and v. PyTorch's name float8_e4m3fn is accepted."""
+
+    def __init__(self) -> None:
+        super().__init__(list(ITEMSIZE))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert("float8_e4m3" if value == "float8_e4m3fn" else value, param, ctx)
+
+
 class OptionalValue(click.Option):
     """A choice whose value may be omitted. `--causal fwd_mma` means `--causal=flag_value` and the kernel fwd_mma."""
 
@@ -119,10 +129,10 @@ causal_option = click.option(
 )
 dtype_option = click.option(
     "--dtype",
-    type=click.Choice(list(ITEMSIZE)),
+    type=Dtype(),
     default="float16",
     show_default=True,
-    help="dtype of q, k and v.",
+    help="dtype of q, k and v; float8_e4m3 is PyTorch's float8_e4m3fn.",
 )
 
 
@@ -198,6 +208,11 @@ def problem_of(shape: str, dtype: str, causal: str | None, scored: Scored) -> Pr
         options["window"] = tuple(_bound(window, text) for text in window.split(","))
         if len(options["window"]) != 2:
             raise click.BadParameter(f"{window!r} {_WINDOW}", param_hint="--window")
+    if (keys := options.get("kv_dtype")) and normalise_dtype("--kv-dtype", keys) not in FLOAT8:
+        raise click.BadParameter(
+            f"{keys} is not float8: choose {' or '.join(FLOAT8)}, or omit it: k and v then have the dtype of q",
+            param_hint="--kv-dtype",
+        )
     file = options.pop("score", None)
     problem = Problem.from_shape(shape, dtype=dtype, causal=causal or False, **options)
     return dataclasses.replace(problem, score=Score.from_file(file, problem)) if file else problem

@@ -415,6 +415,10 @@ def test_help(command: tuple[str, ...]) -> None:
         (("run", "--shape", "1,2,3"), "sandbox: shape '1,2,3' must be B,H,S,D or B,H,Sq,Sk,D, such as "),
         (("run", "--shape", "1,3/2,5,64"), "sandbox: H=3 query heads are not a multiple of Hk=2 key/value heads"),
         (("list", "--shape", "1,0,64,64"), "sandbox: shape '1,0,64,64': H=0: a problem has at least one query head"),
+        (
+            ("list", "--shape", "1,2,300,64", "--kv-dtype", "float16"),
+            "Invalid value for --kv-dtype: float16 is not float8: choose float8_e4m3 or float8_e5m2, or omit it",
+        ),
         (("run", "--shape", ""), "Invalid value for '--shape': '' is blank: pass a value, or omit the option"),
         (("bench", "--shape", "1,1,5,64", "--shape", " "), "Invalid value for '--shape': ' ' is blank"),
         (("tune", "fwd_minimal", "--shape", "1,1,5,64", "--dask", ""), "Invalid value for '--dask': '' is blank"),
