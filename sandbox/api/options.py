@@ -94,7 +94,7 @@ class Options(NamedTuple):
 
     @property
     def has_more(self) -> bool:
-        """Whether an option is set that `basic_options` does not set, also descale, max_seqlen or `gradients`."""
+        """Whether any field after `deterministic` is not the default."""
         return self[6:] != _DEFAULT_REST
 
 
@@ -207,7 +207,24 @@ def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
 
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
+    if name in _COUNTERPARTS and function != _COUNTERPARTS[name].partition(" ")[0]:
+        hint = f"use {_COUNTERPARTS[name]}"
     return f"{function}() got an unexpected keyword argument {name!r}: {hint}"
+
+
+_COUNTERPARTS = {  # of the keyword arguments of FlashAttention and PyTorch
+    "softmax_scale": "scale", "sm_scale": "scale", "is_causal": "causal", "attn_mask": "mask, or bias if it is added",
+    "dropout_p": "dropout", "window_size": "window=(left, right), where None is no bound", "alibi_slopes": "alibi",
+    "seqused_k": "key_lengths", "cache_seqlens": "key_lengths", "learnable_sink": "sink", "s_aux": "sink",
+    "score_mod": "score=sandbox.Score(…)", "mask_mod": "score=sandbox.Score(mask=…)",
+    "block_mask": "score=sandbox.Score(mask=…), with its block map by Score.with_blocks",
+    "page_table": "attention_paged, which takes block_table", "block_table": "attention_paged, which takes it",
+    "cu_seqlens_q": "attention_varlen, which takes it", "cu_seqlens_k": "attention_varlen, which takes it",
+    "max_seqlen_q": "attention_varlen, which takes it", "max_seqlen_k": "attention_varlen, which takes it",
+    "enable_gqa": "k and v with fewer heads than q: no option is needed",
+    "deterministic": "attention_backward, which takes it; with autograd torch.use_deterministic_algorithms(True)",
+    "return_lse": "attention, which takes it; attention_forward always returns lse",
+}  # fmt: skip
 
 
 # ---- normalisation of each option
@@ -237,6 +254,8 @@ def _out_dtype(dtype: Any) -> str:
 def _with_seed(q: Any, arrays: dict[str, Any], dropout: float) -> dict[str, Any]:
     seed = arrays.pop("seed", None)
     if not dropout:
+        if seed is not None and not hasattr(seed, "__dlpack__"):
+            _within_64_bits(seed)  # raises
         return arrays
     if not hasattr(seed, "__dlpack__"):
         seed = library_of(q).seed(q, None if seed is None else _within_64_bits(seed))

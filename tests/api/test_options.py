@@ -17,6 +17,7 @@ from project import ROOT, check_stored
 import sandbox
 from sandbox.api import options, plan
 from sandbox.api.options import DEFAULT, Options, basic_options, collect, plain_options, replace
+from sandbox.core.errors import SpecError
 from sandbox.core.options import ARRAYS, OPTIONS, Array, score_structure
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
@@ -36,6 +37,16 @@ def test_an_unknown_keyword_argument_is_a_type_error(function) -> None:
         function(*arrays, widow=(1, 0))
     with pytest.raises(TypeError, match="'zzz': the options are alibi, "):
         function(*arrays, zzz=1)
+    for name, use in {"softmax_scale": "scale", "alibi_slopes": "alibi", "learnable_sink": "sink"}.items():
+        with pytest.raises(TypeError, match=f"'{name}': use {use}$"):
+            function(*arrays, **{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page_table': "):
+        function(*arrays, page_table=1)
+
+
+def test_a_seed_is_checked_also_without_dropout() -> None:
+    with pytest.raises(SpecError, match="seed='abc' must be an integer"):
+        collect("attention", Q, False, None, {"seed": "abc"})
 
 
 @pytest.mark.parametrize("name", ["key_lengths", "descale"])
