@@ -22,6 +22,10 @@ _ELSEWHERE = re.compile(
 # What g++ says of an unknown function in a template, before it says, at another column, that it was not declared.
 _UNDECLARED = re.compile(r"there are no arguments to (\S+) that depend on a template parameter.*")
 _DUAL = "Dual"  # our own type, of x and its derivative
+_TYPES = (
+    (re.compile(r"(?:const )?SnippetTensor<[^>]*>"), "tensor without an index"),
+    (re.compile(rf"\b{_DUAL}\b"), "score value x"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,25 @@ def explain(error: CompileError, score: Score) -> str:
         return ""
     compiler = str(error).partition(" refused ")[0].split("/")[-1]
     file = f" (in {score.file})" if score.file else ""
-    messages = "\n".join(f"{m.text}{_excerpt(m, score)}" for m in found)
+    messages = "\n".join(f"{_without_types(m.text)}{_excerpt(m, score)}" for m in found)
     hints = "\n".join(_allowed(name, score) for name in dict.fromkeys(m.name for m in found))
     return f"Score: {' '.join(str(score).split())}{file} does not compile: {messages}\n{hints}\n({compiler})"
 
 
+def _without_types(text: str) -> str:
+    """A compiler's words, with terms of expressions instead of our own C++ types."""
+    for pattern, term in _TYPES:
+        text = pattern.sub(term, text)
+    return text
+
+
 def _allowed(name: str, score: Score) -> str:
     """What an expression may use."""
-    names = [*VARIABLES[name == "mask" :], *score.tensors]  # a mask has no x
-    return f"{name} may use {', '.join(names)}, and call {', '.join(FUNCTIONS)}; where(condition, a, b) replaces ?:"
+    tensors = (f"{tensor}({', '.join(['index'] * len(array.shape))})" for tensor, array in score.tensors.items())
+    names = [*VARIABLES[name == "mask" :], *tensors]  # a mask has no x
+    indices = " (index: an integer expression without x)" if score.tensors else ""
+    functions = ", ".join(FUNCTIONS)
+    return f"{name} may use {', '.join(names)}{indices}, and call {functions}; where(condition, a, b) replaces ?:"
 
 
 def _excerpt(mistake: Mistake, score: Score) -> str:

@@ -285,16 +285,18 @@ def located(message: str, score: Score) -> list[tuple[str, str]]:
         (Score(mask="x > 0"), "\nmask may use b, h, i, j, Sq, Sk, and call exp, "),
         (
             Score("sin(x) * t(j, 0)", tensors=TABLE),
-            "\nscore may use x, b, h, i, j, Sq, Sk, t, and call exp, log, ",
+            ", Sk, t(index, index) (index: an integer expression without x), and call exp, log, ",
         ),
+        (Score("x + t", tensors=TABLE), "tensor without an index"),
         (Score("x ? 1 : 2"), "; where(condition, a, b) replaces ?:\n"),
     ],
-    ids=["mask", "function", "condition"],
+    ids=["mask", "function", "index", "condition"],
 )
 def test_a_mistake_in_a_score_names_what_is_allowed(score: Score, hint: str) -> None:
     with pytest.raises(CompileError) as caught:
         score.evaluate(X, 0, 0, I, J, 7, 5)
     assert hint in str(caught.value)
+    assert not any(name in str(caught.value) for name in ("Dual", "SnippetTensor"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
