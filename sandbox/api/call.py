@@ -74,9 +74,9 @@ def append_kv(
     (total, Hk, Dv), and rows cu_seqlens[b] to cu_seqlens[b + 1] belong to sequence b. k_pages: (pages, page_size, Hk,
     D); v_pages: (pages, page_size, Hk, Dv); any strides with a unit stride in D. block_table: (B, max_pages) int32,
     contiguous, as for `attention_paged`; None: k_pages and v_pages are dense caches (B, Hk, S, D) and (B, Hk, S, Dv).
-    key_lengths: (B,) int32, before the call, which does not change it. The new rows of two sequences must not be in one
-    place. Pages have the dtype of the new rows, or float8: values are then converted without a factor, and those beyond
-    the range become the largest number.
+    key_lengths: (B,) int32, before the call, which does not change it. No two new rows may have the same
+    place in a page or cache. Pages have the dtype of the new rows, or float8: values are then converted without a
+    factor, and those beyond the range become the largest number.
 
     A page number out of range, a row beyond the table or the cache and invalid cu_seqlens are errors on the CPU backend
     and with SANDBOX_CHECKED=1; else a GPU does not write such rows. Raises UnsupportedProblem naming the unsupported
@@ -90,14 +90,14 @@ def append_kv(
     check_dimensions("key_lengths", key_lengths, "(B,)")
     check_int32("key_lengths", key_lengths)
     _check_append_shapes(k_new, v_new, k_pages, v_pages, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
-    none = key_lengths[:0]
+    empty = key_lengths[:0]  # the kernel then has no table (dense caches), or no offsets (rows are not packed)
     if packed:
         check_int32("cu_seqlens", cu_seqlens)
         k_new, v_new = (x.swapaxes(0, 1)[None] for x in (k_new, v_new))
     if not dense:
         check_int32("block_table", block_table)
         k_pages, v_pages = (x.swapaxes(1, 2) for x in (k_pages, v_pages))
-    table, offsets = none.reshape(0, 0) if dense else block_table, cu_seqlens if packed else none
+    table, offsets = empty.reshape(0, 0) if dense else block_table, cu_seqlens if packed else empty
     call(_append_kernel(k_new, k_pages), k_new, v_new, table, key_lengths, offsets, k_pages, v_pages)
 
 
@@ -243,7 +243,7 @@ def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
             f"{kernel.name} takes {len(operation.inputs)} inputs, and {len(views)} were passed: {names}"
         )
     sizes: dict[str, tuple[int, str]] = {}
-    dtype, of = "", ""
+    dtype, dtype_from = "", ""
     for (name, tensor), view in zip(operation.inputs.items(), views, strict=True):
         dims = ", ".join(map(str, tensor.dims))
         if len(view.shape) != len(tensor.dims):
@@ -257,10 +257,10 @@ def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
                 )
         wanted = tensor.dtype or dtype
         if wanted and view.dtype != wanted:
-            reason = f"{of} has" if not tensor.dtype else "the spec gives"
+            reason = f"{dtype_from} has" if not tensor.dtype else "the spec gives"
             raise UnsupportedProblem(f"{kernel.name}: {name} has dtype {view.dtype}, and {reason} {wanted}: convert it")
         if not tensor.dtype:
-            dtype, of = view.dtype, name
+            dtype, dtype_from = view.dtype, name
         _check_strides(kernel, name, view, tensor.strided)
         if view.device != views[0].device:
             raise UnsupportedProblem(f"{kernel.name}: {name} is on another device than {names.split(',')[0]}: move it")

@@ -61,7 +61,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     fields |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in options.gradients, out_dtype=fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
     memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
-    if BLOCK_TABLE in views:
+    if BLOCK_TABLE in views:  # mappable: TMA can read it (core/problem.py)
         memory["mappable"] &= all(_adjacent_pages(view) for view in (k, v))
     if "bias" in views:
         memory["bias_boxes"] = boxes(views["bias"])

@@ -84,7 +84,9 @@ def prepare(
     every = [*(Part(other, tile_on(device, other, problem), problem) for other in required), *own]
     with ThreadPoolExecutor() as pool:  # compile in parallel
         loads = [
-            *pool.map(lambda of: load(of.kernel, of.tile, of.problem, device, fast and of.kernel is kernel), every)
+            *pool.map(
+                lambda part: load(part.kernel, part.tile, part.problem, device, fast and part.kernel is kernel), every
+            )
         ]
     launches: list[EntryLaunch] = []
     for part, its_load in zip(every, loads, strict=True):
@@ -112,8 +114,8 @@ def parts(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> tuple
     """The kernels that compute `problem` in one launch: `kernel`, and for a ragged batch over pages that may have
     sequences with few and with many queries also `kernel.short_sequences`, if it supports the problem.
 
-    It starts after `kernel`, on the SMs that this leaves idle at its end: its blocks are short. Each kernel finds its
-    sequences on the device."""
+    The second kernel is launched after `kernel` and overlaps its last blocks (programmatic dependent launch): it fills
+    the SMs that become idle. Each kernel finds its sequences on the device."""
     alone = Part(kernel, tile, problem)
     if not (kernel.short_sequences and problem.ragged and problem.page_size and not problem.short):
         return (alone,)

@@ -1,10 +1,10 @@
 """Which tiles spill registers: tables that `compile --sweep` generates, `kernels_cu/NAME.spills.json` beside each spec.
 
 A row has an architecture, a tile, a dtype, the options that were compiled in, and {head dimension: bytes per thread of
-spill stores and loads}. It applies to problems that have at least these options, whose head dimension is that of the
-row after rounding up to a compiled one, and whose dtype has as many bits. A tile without a row does not spill, or was
-not compiled: automatic selection uses it. Register use differs slightly between versions of NVRTC and changes with the
-source, so the table only orders the tiles that a problem may use.
+spill stores and loads}. A row applies to a problem if the problem has all its options (and perhaps more), a dtype of as
+many bits, and a head dimension that rounds up to the row's (PLAIN_WIDTHS, WIDTHS). A tile without a row does not spill,
+or was not compiled: automatic selection uses it. Register use differs slightly between versions of NVRTC and changes
+with the source, so the table only orders the tiles that a problem may use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from ..toolchain import arch as architectures
 
 PLAIN_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # head dimensions compiled without options
 WIDTHS = (64, 96, 128, 192, 256)  # and with options
-CPU = (9, 0)  # the CPU backend uses the tiles of this architecture
-# The bits of a macro's value that matter here: not the dtype of a bias, the page size, or the value of Dv.
+_LAST_WITH_OPTIONS = (9, 0)  # later architectures are compiled without options
+CPU = _LAST_WITH_OPTIONS  # the CPU backend uses the tiles of this architecture
+# The bits of a macro's value that matter here: not the dtype of a bias, the page size, or the value of Dv. Bits 2 and 3
+# of BIAS: as `_bias_level` in core/options.py sets them.
 _BITS = {"BIAS": 12, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
 _IGNORED = (
     "SCORE_BYTES",
@@ -35,7 +37,8 @@ _IGNORED = (
     "SHORT_SEQUENCES",
     "LONG_SEQUENCES",
 )  # every dense mask has a block map
-ALWAYS = {"CAUSAL=1", "DESCALE=8"}  # are not counted: each option is compiled with causal, and float8 has a descale
+# Not counted: each option is compiled with causal, and float8 has a descale (8: float8 keys, factors are numbers).
+ALWAYS = {"CAUSAL=1", "DESCALE=8"}
 
 
 class Row(NamedTuple):
@@ -116,7 +119,7 @@ class Table:
         wanted = arch or CPU
         nearest = max((a for a in self.archs if a <= wanted), default=min(self.archs, default=wanted))
         key = text_of(tile), dtype_of(problem)
-        rows = [row for a in {nearest, min(nearest, CPU)} for row in self._rows.get((a, *key), ())]
+        rows = [row for a in {nearest, min(nearest, _LAST_WITH_OPTIONS)} for row in self._rows.get((a, *key), ())]
         if not rows:
             return 0
         width, options = max(problem.D, problem.Dv), options_of(problem)
