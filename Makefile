@@ -37,7 +37,8 @@ coverage: $(MUTATION) ## make test, and which tests execute which line: used by 
 mutants: $(MUTATION) ## random small faults that a test should detect: ARGS="--sample 5 --seed 3"
 	$(VENV) scripts/mutants.py $(ARGS)
 
-lint: $(READY) ## ruff, mypy and clang-format
+lint: $(READY) ## no conflict markers; ruff, mypy and clang-format
+	! git grep -nE '^(<{7}|>{7}) '
 	$(VENV) -m ruff check
 	$(VENV) -m ruff format --check
 	$(VENV) -m mypy
