@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from .gradients import Gradients, Sums
 from .rounding import LARGEST_FINITE, dtype_name, quantised, round_to, sum_rounding
 from .score import Options, ScoreOptions
-from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_seen, or_one, or_zero, plain_array, shape_of
+from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_visible, or_one, or_zero, plain_array, shape_of
 
 Round = Callable[[Array], Array]
 
@@ -96,14 +96,14 @@ def naive(
     if name not in LARGEST_FINITE:
         same = Roundings(rounded, rounded, rounded, rounded)
         return _forward(rounded(q), rounded(k), rounded(v), causal, scale, options, np.float32, same)[0]
-    of_v, of_out = dtype_name(v_dtype or name), dtype_name(out_dtype or "bfloat16")
+    v_name, out_name = dtype_name(v_dtype or name), dtype_name(out_dtype or "bfloat16")
 
-    def of_rows(P: Array) -> Array:
-        top = or_one(np.where(P == P, P, 0).max(axis=1, keepdims=True, initial=0))
-        return quantised(P / top, of_v) * top
+    def round_P(P: Array) -> Array:
+        row_max = or_one(np.where(P == P, P, 0).max(axis=1, keepdims=True, initial=0))
+        return quantised(P / row_max, v_name) * row_max
 
-    steps = Roundings(_exact, of_rows, _exact, lambda x: round_to(x, of_out))
-    return _forward(rounded(q), rounded(k), round_to(v, of_v), causal, scale, options, np.float32, steps)[0]
+    steps = Roundings(_exact, round_P, _exact, lambda x: round_to(x, out_name))
+    return _forward(rounded(q), rounded(k), round_to(v, v_name), causal, scale, options, np.float32, steps)[0]
 
 
 def naive_backward(
@@ -152,16 +152,20 @@ def output_rounding(
         head, hk = score_options.head(b, h), shape.key_head(h)
         V = v[b, hk] * head.descale
         for rows in _chunks(shape.Sq, shape.Sk):
-            S, O = head.scores(q[b, h, rows], k[b, hk], rows.start, sized=True), out[b, h, rows]
-            P = _softmax(S.x, S.seen, head.sink)[0]
-            weights = np.where(S.seen, P * S.size, 0)
-            once = head.dropped(weights, rows.start)  # with dropout, v has the factor keep / (1 − p)
-            twice, total = head.dropped(once, rows.start), weights.sum(axis=1, keepdims=True)
-            squares = dot_seen(twice, V * V, S.seen) - 2 * O * dot_seen(once, V, S.seen) + O * O * total
-            of_scores = np.sqrt(total * np.maximum(squares, 0))
-            of_sum = dot_seen(head.dropped(P, rows.start), abs(V), S.seen)
-            keys = S.seen.sum(axis=1, keepdims=True)
-            errors[b, h, rows] = sum_rounding(of_sum, keys) + sum_rounding(of_scores, shape.D)
+            S, O = head.scores(q[b, h, rows], k[b, hk], rows.start, magnitude=True), out[b, h, rows]
+            P = _softmax(S.x, S.visible, head.sink)[0]
+            weights = np.where(S.visible, P * S.magnitude, 0)
+            dropped = head.apply_dropout(weights, rows.start)  # with dropout, v has the factor keep / (1 − p)
+            dropped_twice, total = head.apply_dropout(dropped, rows.start), weights.sum(axis=1, keepdims=True)
+            squares = (
+                dot_visible(dropped_twice, V * V, S.visible)
+                - 2 * O * dot_visible(dropped, V, S.visible)
+                + O * O * total
+            )
+            score_error = np.sqrt(total * np.maximum(squares, 0))
+            sum_terms = dot_visible(head.apply_dropout(P, rows.start), abs(V), S.visible)
+            keys = S.visible.sum(axis=1, keepdims=True)
+            errors[b, h, rows] = sum_rounding(sum_terms, keys) + sum_rounding(score_error, shape.D)
     return errors
 
 
@@ -196,18 +200,18 @@ def backward_magnitudes(
         head, hk = score_options.head(b, h), shape.key_head(h)
         V = abs(v[b, hk])
         for rows in _chunks(shape.Sq, shape.Sk):
-            S = head.scores(q[b, h, rows], k[b, hk], rows.start, sized=True)
+            S = head.scores(q[b, h, rows], k[b, hk], rows.start, magnitude=True)
             dO, LSE = abs(dout[b, h, rows]), or_zero(lse[b, h, rows])[:, None]
-            P = np.where(S.seen, np.exp(S.x - LSE) * (1 + S.size + abs(LSE)), 0)
+            P = np.where(S.visible, np.exp(S.x - LSE) * (1 + S.magnitude + abs(LSE)), 0)
             delta = (dO * abs(out[b, h, rows])).sum(axis=1)
             if dlse is not None:
                 delta += abs(np.asarray(dlse, np.float64)[b, h, rows])
-            dx = np.where(S.seen, P * (head.dropped(dO @ V.T, rows.start) + delta[:, None]), 0)
-            P = head.dropped(P, rows.start)
+            dx = np.where(S.visible, P * (head.apply_dropout(dO @ V.T, rows.start) + delta[:, None]), 0)
+            P = head.apply_dropout(P, rows.start)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
             # The derivatives may be NaN in rows without visible keys.
-            dS, dbias = (np.where(S.seen, abs(s) * dx, 0) for s in (S.steep, S.steep_bias))
-            sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
+            dS, dbias = (np.where(S.visible, abs(s) * dx, 0) for s in (S.dx_ddot, S.dx_dbias))
+            sums.add(b, h, rows, S.visible, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += abs(head.dsink(lse[b, h, rows], delta) * (1 + abs(head.sink) + abs(LSE[:, 0]))).sum()
     return sums.gradients(np.abs)  # for a negative scale
 
@@ -238,12 +242,12 @@ def _chunks(Sq: int, Sk: int) -> Iterator[slice]:
     return (slice(m0, min(Sq, m0 + rows)) for m0 in range(0, Sq, rows))
 
 
-def _softmax(S: Array, seen: Mask, sink: float) -> tuple[Array, Array]:
+def _softmax(S: Array, visible: Mask, sink: float) -> tuple[Array, Array]:
     """P (M, N) and LSE (M,) of S (M, N). Masked entries of P are exactly 0, even if l is NaN."""
     m = or_zero(np.maximum(S.max(axis=1, initial=-np.inf), S.dtype.type(sink)))
     P = np.exp(S - m[:, None])
     l = P.sum(axis=1) + np.exp(S.dtype.type(sink) - m)
-    return np.where(seen, P / or_one(l)[:, None], 0), m + np.log(l)
+    return np.where(visible, P / or_one(l)[:, None], 0), m + np.log(l)
 
 
 @np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without visible keys computes log(0)
@@ -260,9 +264,9 @@ def _forward(
         head = score_options.head(b, h)
         for rows in _chunks(shape.Sq, shape.Sk):
             S = head.scores(q[b, h, rows].astype(dtype), K, rows.start)
-            P, lse[b, h, rows] = _softmax(rounded.S(S.x), S.seen, head.sink)
-            P = rounded.dropped(head.dropped(rounded.P(P), rows.start))
-            out[b, h, rows] = rounded.O(dot_seen(P, V, S.seen) * P.dtype.type(head.descale))
+            P, lse[b, h, rows] = _softmax(rounded.S(S.x), S.visible, head.sink)
+            P = rounded.dropped(head.apply_dropout(rounded.P(P), rows.start))
+            out[b, h, rows] = rounded.O(dot_visible(P, V, S.visible) * P.dtype.type(head.descale))
     return out, lse
 
 
@@ -283,20 +287,20 @@ def _backward(
         for rows in _chunks(shape.Sq, shape.Sk):
             Q, dO = q[b, h, rows].astype(dtype), dout[b, h, rows].astype(dtype)
             S = head.scores(Q, K, rows.start)
-            dP = rounded(head.dropped(rounded(dO @ V.T), rows.start))
+            dP = rounded(head.apply_dropout(rounded(dO @ V.T), rows.start))
             if out is None or lse is None:
-                P, LSE = _softmax(rounded(S.x), S.seen, head.sink)
+                P, LSE = _softmax(rounded(S.x), S.visible, head.sink)
                 P = rounded(P)
-                delta = np.where(S.seen, P * dP, 0).sum(axis=1)
+                delta = np.where(S.visible, P * dP, 0).sum(axis=1)
             else:
                 LSE = lse[b, h, rows].astype(dtype)
-                P = np.where(S.seen, np.exp(S.x - or_zero(LSE)[:, None]), 0)
+                P = np.where(S.visible, np.exp(S.x - or_zero(LSE)[:, None]), 0)
                 delta = (dO * out[b, h, rows].astype(dtype)).sum(axis=1)
             if dlse is not None:
                 delta = delta - dlse[b, h, rows].astype(dtype)
-            dx = rounded(np.where(S.seen, P * (dP - delta[:, None]), 0))
-            dS, dbias = (dx if isinstance(s, float) else rounded(np.where(S.seen, dx * s, 0)) for s in S[2:4])
-            P = rounded(head.dropped(P, rows.start))
-            sums.add(b, h, rows, S.seen, P, dS, dbias, Q, K, dO)
+            dx = rounded(np.where(S.visible, P * (dP - delta[:, None]), 0))
+            dS, dbias = (dx if isinstance(s, float) else rounded(np.where(S.visible, dx * s, 0)) for s in S[2:4])
+            P = rounded(head.apply_dropout(P, rows.start))
+            sums.add(b, h, rows, S.visible, P, dS, dbias, Q, K, dO)
             sums.dsink[h] += head.dsink(LSE, delta).sum()
     return sums.gradients(rounded)

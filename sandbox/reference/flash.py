@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from .rounding import quantised
 from .score import Head, Options, ScoreOptions
-from .semantics import Array, Causal, check_tile, dot_seen, or_one, or_zero, plain_array, shape_of
+from .semantics import Array, Causal, check_tile, dot_visible, or_one, or_zero, plain_array, shape_of
 
 
 def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
@@ -93,15 +93,15 @@ def _flash1_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
         for m0 in range(0, Sq, BLOCK_M):  # line 8
             Q_smem, O_rmem = load(Q, m0, BLOCK_M, dtype), load(O, m0, BLOCK_M, dtype)  # line 9
             l_old, m_old = load(l, m0, BLOCK_M, dtype), load(m, m0, BLOCK_M, dtype)
-            S, seen, *_ = head.scores(Q_smem, K_smem, m0, n0)  # lines 10 and 11
+            S, visible, *_ = head.scores(Q_smem, K_smem, m0, n0)  # lines 10 and 11
             m_tile = S.max(axis=1)  # line 12
             P = np.exp(S - or_zero(m_tile)[:, None])
             l_tile = P.sum(axis=1)
             m_new = np.maximum(m_old, m_tile)  # line 13
             alpha, beta = np.exp(m_old - or_zero(m_new)), np.exp(m_tile - or_zero(m_new))
             l_new = alpha * l_old + beta * l_tile
-            P = head.dropped(as_operand(P, V), m0, n0)  # line 14
-            O_rmem = (alpha * l_old)[:, None] * O_rmem + beta[:, None] * dot_seen(P, V_smem, seen)  # line 15
+            P = head.apply_dropout(as_operand(P, V), m0, n0)  # line 14
+            O_rmem = (alpha * l_old)[:, None] * O_rmem + beta[:, None] * dot_visible(P, V_smem, visible)  # line 15
             store(O, m0, O_rmem / or_one(l_new)[:, None])
             store(l, m0, l_new)  # line 16
             store(m, m0, m_new)
@@ -114,16 +114,16 @@ def _flash2_head(Q: Array, K: Array, V: Array, O: Array, LSE: Array, BLOCK_M: in
         Q_smem = load(Q, m0, BLOCK_M, dtype)  # line 4
         O_rmem = np.zeros((len(Q_smem), V.shape[1]), dtype)  # line 5
         l, m = (np.full(len(Q_smem), x, dtype) for x in (head.sink > -np.inf, head.sink))
-        begin, end = head.keys(m0, BLOCK_M)
+        begin, end = head.key_range(m0, BLOCK_M)
         for n0 in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):  # line 6
             K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 7
-            S, seen, *_ = head.scores(Q_smem, K_smem, m0, n0)  # line 8
+            S, visible, *_ = head.scores(Q_smem, K_smem, m0, n0)  # line 8
             m_new = np.maximum(m, S.max(axis=1))  # line 9
             P = np.exp(S - or_zero(m_new)[:, None])
             alpha = np.exp(m - or_zero(m_new))
             l = alpha * l + P.sum(axis=1)
-            P = head.dropped(as_operand(P, V), m0, n0)  # not in this paper; as in FlashAttention-1
-            O_rmem = alpha[:, None] * O_rmem + dot_seen(P, V_smem, seen)  # line 10
+            P = head.apply_dropout(as_operand(P, V), m0, n0)  # not in this paper; as in FlashAttention-1
+            O_rmem = alpha[:, None] * O_rmem + dot_visible(P, V_smem, visible)  # line 10
             m = m_new
         store(O, m0, O_rmem / or_one(l)[:, None])  # lines 12 and 14
         store(LSE, m0, m + np.log(l))  # lines 13 and 15
@@ -137,7 +137,7 @@ class _ForwardHead(Protocol):
 
 @np.errstate(all="ignore")  # NaN and inf are legal inputs, and a row without visible keys computes log(0)
 def _forward(
-    head: _ForwardHead,
+    one_head: _ForwardHead,
     q: Array,
     k: Array,
     v: Array,
@@ -155,7 +155,7 @@ def _forward(
     out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
     for b, h in np.ndindex(shape.B, shape.H):
         hk = shape.key_head(h)
-        own = score_options.head(b, h)
-        head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, own)
-        out[b, h] *= own.descale
+        scores = score_options.head(b, h)
+        one_head(q[b, h], k[b, hk], v[b, hk], out[b, h], lse[b, h], BLOCK_M, BLOCK_N, scores)
+        out[b, h] *= scores.descale
     return out, lse

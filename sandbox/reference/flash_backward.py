@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from .flash import load, store
 from .gradients import Gradients
 from .score import Head, Options, ScoreOptions
-from .semantics import Array, Causal, check_gradient_shapes, check_tile, dot_seen, or_zero, plain_array, shape_of
+from .semantics import Array, Causal, check_gradient_shapes, check_tile, dot_visible, or_zero, plain_array, shape_of
 
 
 @np.errstate(all="ignore")  # NaN and inf are legal inputs
@@ -84,20 +84,20 @@ def _backward_head(
         K_smem, V_smem = load(K, n0, BLOCK_N, dtype), load(V, n0, BLOCK_N, dtype)  # line 6
         dK_rmem = load(dK, n0, BLOCK_N, dtype)  # line 7: 0, or the sum over the group's earlier heads
         dV_rmem = load(dV, n0, BLOCK_N, dtype)
-        begin, end = head.queries(n0, BLOCK_N)
+        begin, end = head.query_range(n0, BLOCK_N)
         for m0 in range(begin // BLOCK_M * BLOCK_M, end, BLOCK_M):  # line 8
             Q_smem, dO_smem = load(Q, m0, BLOCK_M, dtype), load(dO, m0, BLOCK_M, dtype)  # line 9
             LSE_rmem, delta_rmem = load(LSE, m0, BLOCK_M, dtype), load(delta, m0, BLOCK_M, dtype)
-            S, seen, steep, steep_bias, _ = head.scores(Q_smem, K_smem, m0, n0)  # line 10
-            P = np.where(seen, np.exp(S - or_zero(LSE_rmem)[:, None]), 0)  # line 11
-            dV_rmem += dot_seen(head.dropped(P, m0, n0).T, dO_smem, seen.T)  # line 12
-            dP = head.dropped(dO_smem @ V_smem.T, m0, n0)  # line 13
-            dx = np.where(seen, P * (dP - delta_rmem[:, None]), 0)  # line 14: gradient of the score
+            S, visible, dx_ddot, dx_dbias, _ = head.scores(Q_smem, K_smem, m0, n0)  # line 10
+            P = np.where(visible, np.exp(S - or_zero(LSE_rmem)[:, None]), 0)  # line 11
+            dV_rmem += dot_visible(head.apply_dropout(P, m0, n0).T, dO_smem, visible.T)  # line 12
+            dP = head.apply_dropout(dO_smem @ V_smem.T, m0, n0)  # line 13
+            dx = np.where(visible, P * (dP - delta_rmem[:, None]), 0)  # line 14: gradient of the score
             if dbias is not None:
-                dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = np.where(seen, dx * steep_bias, 0)
-            dS = np.where(seen, dx * steep, 0)  # gradient of the scaled dot product
+                dbias[m0 : m0 + len(dx), n0 : n0 + dx.shape[1]] = np.where(visible, dx * dx_dbias, 0)
+            dS = np.where(visible, dx * dx_ddot, 0)  # gradient of the scaled dot product
             dQ_rmem = load(dQ, m0, BLOCK_M, dtype)  # line 15
-            store(dQ, m0, dQ_rmem + scale * dot_seen(dS, K_smem, seen))
-            dK_rmem += scale * dot_seen(dS.T, Q_smem, seen.T)  # line 16
+            store(dQ, m0, dQ_rmem + scale * dot_visible(dS, K_smem, visible))
+            dK_rmem += scale * dot_visible(dS.T, Q_smem, visible.T)  # line 16
         store(dK, n0, dK_rmem)  # line 18
         store(dV, n0, dV_rmem)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .score import ScoreOptions
-from .semantics import Array, Mask, dot_seen
+from .semantics import Array, Mask, dot_visible
 
 
 class Gradients(tuple[Array, Array, Array]):
@@ -41,13 +41,13 @@ class Sums:
         self.dsink = np.zeros(H, dtype)
 
     def add(
-        self, b: int, h: int, rows: slice, seen: Mask, P: Array, dS: Array, dx: Array, Q: Array, K: Array, dO: Array
+        self, b: int, h: int, rows: slice, visible: Mask, P: Array, dS: Array, dx: Array, Q: Array, K: Array, dO: Array
     ) -> None:
         """Add a chunk of query rows: P, the gradients dS of the scaled dot products and dx of the bias."""
         hk = self._options.shape.key_head(h)
-        self._dq[b, h, rows] = self._options.scale * dot_seen(dS, K, seen)
-        self._dk[b, hk] += self._options.scale * dot_seen(dS.T, Q, seen.T)
-        self._dv[b, hk] += dot_seen(P.T, dO, seen.T)
+        self._dq[b, h, rows] = self._options.scale * dot_visible(dS, K, visible)
+        self._dk[b, hk] += self._options.scale * dot_visible(dS.T, Q, visible.T)
+        self._dv[b, hk] += dot_visible(P.T, dO, visible.T)
         if self._dx is not None:
             self._dx[b, h, rows] = dx
 

@@ -17,12 +17,12 @@ def gather_pages(pages: Array, block_table: Array, key_lengths: Array) -> Array:
     Raises ValueError if a valid key is in a page that does not exist, or beyond the table.
     """
     count, page_size, Hk, D = pages.shape
-    B, most = block_table.shape
-    found = np.zeros((B, most * page_size, Hk, D), pages.dtype)
+    B, max_pages = block_table.shape
+    found = np.zeros((B, max_pages * page_size, Hk, D), pages.dtype)
     for b in range(B):
         length = max(int(key_lengths[b]), 0)
-        if length > most * page_size:
-            raise ValueError(f"key_lengths[{b}]={length}: block_table has pages for {most * page_size} keys")
+        if length > max_pages * page_size:
+            raise ValueError(f"key_lengths[{b}]={length}: block_table has pages for {max_pages * page_size} keys")
         used = block_table[b, : -(-length // page_size)]
         if ((used < 0) | (used >= count)).any():
             raise ValueError(f"block_table[{b}] has pages {used.tolist()}: valid page numbers are 0 to {count - 1}")

@@ -43,16 +43,16 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
     """
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is intended
         wide: NDArray[np.float32] = np.asarray(x).astype(np.float32, copy=False)
-        if most := LARGEST_FINITE.get(dtype_name(dtype)):
-            wide = np.clip(wide, np.float32(-most), np.float32(most))
+        if largest := LARGEST_FINITE.get(dtype_name(dtype)):
+            wide = np.clip(wide, np.float32(-largest), np.float32(largest))
         return wide.astype(_FORMATS[dtype_name(dtype)].numpy, copy=False).astype(np.float32, copy=False)
 
 
 def quantised(P: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
     """P (values up to 1) rounded to 8 bits as in the kernels: P is scaled so that 1 becomes the largest finite value,
     which uses the dtype's full range."""
-    most = np.float32(LARGEST_FINITE[dtype_name(dtype)])
-    return round_to(np.asarray(P, np.float32) * most, dtype) / most
+    largest = np.float32(LARGEST_FINITE[dtype_name(dtype)])
+    return round_to(np.asarray(P, np.float32) * largest, dtype) / largest
 
 
 def ulp(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:
@@ -61,10 +61,10 @@ def ulp(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float64]:
     It is 2**(e − fraction bits) for 2**e ≤ |x| < 2**(e+1), and the smallest subnormal at 0. Beyond the dtype's range
     the exponent is extended. Raises ValueError for an unknown dtype.
     """
-    form = _FORMATS[dtype_name(dtype)]
+    fmt = _FORMATS[dtype_name(dtype)]
     x = np.asarray(x, np.float64)
     _, exponent = np.frexp(np.where(x == 0, 2.0**-1000, x))  # x = f · 2**exponent with 1/2 ≤ |f| < 1
-    size = np.ldexp(1.0, np.maximum(exponent - 1, form.min_exponent) - form.fraction_bits)
+    size = np.ldexp(1.0, np.maximum(exponent - 1, fmt.min_exponent) - fmt.fraction_bits)
     return np.where(np.isfinite(x), size, np.nan)
 
 

@@ -1,8 +1,7 @@
-"""What a score is, once for the dense and the tiled references: each step of its making, which keys are seen, and the
-gradients of what it is made from.
+"""Score modifications, masks and dropout of the dense and the tiled references, and the derivatives of a score.
 
-For query i and key j of batch entry b and head h, `diagonal` being Sk − Sq, or 0 with "top-left", and Sk the number of
-valid keys, each step if it is requested:
+For query i and key j of batch entry b and head h, where Sk is the number of valid keys and `diagonal` is Sk − Sq, or 0
+with "top-left". A step whose option is off is left out:
 
     x = scale · (q_i · k_j)                                 scale times the descale of q and of k
     x = softcap · tanh(x / softcap)
@@ -32,13 +31,14 @@ class Expressions(Protocol):
     def evaluate(
         self, x: Array, b: int, h: int, i: Array, j: Array, Sq: int, Sk: int
     ) -> tuple[Array, Array, Mask]:  # fmt: skip
-        """(what x becomes, its derivative with respect to x, which are seen) of scores x (M, N) in float64 for query
-        rows i (M, 1) and keys j (1, N)."""
+        """The modified scores, their derivative with respect to x, and the mask of visible pairs, (M, N) each, of
+        scores x (M, N) in float64, query rows i (M, 1) and keys j (1, N)."""
         ...
 
 
 class Part(NamedTuple):
-    """q, k and v as a part of more: their batch entry 0, head 0 and row 0 are b, h and row, of Sq query rows."""
+    """Position of q, k and v in a larger problem: their batch entry 0, head 0 and query row 0 are its b, h and row; Sq
+    is its number of query rows."""
 
     b: int
     h: int
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """What a score may be beyond scale and causal; NumPy arrays of any float dtype."""
+    """The score options besides scale and causal; NumPy arrays of any float dtype."""
 
     window: tuple[int | None, int | None] | None  # keys to the left, to the right of i + diagonal; None: no bound
     softcap: float  # 0: none
@@ -55,28 +55,27 @@ class Options(TypedDict, total=False):
     bias: Array | None  # broadcastable to (B, H, Sq, Sk)
     mask: Array | None  # bool, broadcastable to (B, H, Sq, Sk): False hides
     sink: Array | None  # (H,)
-    key_lengths: Array | None  # (B,): so many keys of each batch entry count
+    key_lengths: Array | None  # (B,): the number of valid keys of each batch entry
     score: Expressions | None
     dropout: float  # p, 0 <= p <= 1
     seed: int | None  # of dropout: 64 bits
-    descale: tuple[Array | float, ...] | None  # what q, k, v are to be multiplied by, broadcastable to (B, heads) each
-    part: Part | None  # what all others but `score` have of it is this part alone
+    descale: tuple[Array | float, ...] | None  # the factors of q, k and v, broadcastable to (B, heads) each
+    part: Part | None  # the position in a larger problem; all options except `score` belong to the part alone
 
 
 class Scores(NamedTuple):
-    """Of a tile, (M, N) each: x, −inf where it is not seen; what is seen; the derivatives of x with respect to the
-    scaled dot product and to the bias; and the sizes of all that x is summed up from, were no two terms to cancel."""
+    """The scores of a tile, and what their gradients and error bounds need; (M, N) each."""
 
-    x: Array
-    seen: Mask
-    steep: Array | float
-    steep_bias: Array | float
-    size: Array | float
+    x: Array  # −inf where not visible
+    visible: Mask
+    dx_ddot: Array | float  # derivative of x with respect to the scaled dot product
+    dx_dbias: Array | float  # derivative of x with respect to the bias
+    magnitude: Array | float  # sum of the absolute values of the terms of x
 
 
 class ScoreOptions:
-    """What the scores of one attention call are. Raises ValueError naming an option that does not fit its shapes,
-    TypeError naming an unknown one."""
+    """The checked options of one attention call. Raises ValueError for an option that does not fit the shapes, and
+    TypeError for an unknown one."""
 
     def __init__(
         self, shape: Shape, causal: Causal, scale: float | None, *, window: tuple[int | None, int | None] | None = None,
@@ -91,7 +90,12 @@ class ScoreOptions:
                 f"scale, {', '.join(Options.__annotations__)}"
             )
         full = (shape.B, shape.H, shape.Sq, shape.Sk)
-        self.shape, self.scale, self.softcap, self.user = shape, softmax_scale(scale, shape.D), float(softcap), score
+        self.shape, self.scale, self.softcap, self.expressions = (
+            shape,
+            softmax_scale(scale, shape.D),
+            float(softcap),
+            score,
+        )
         self.part = part or Part(0, 0, 0, shape.Sq)
         self.aligned_right = causal != "top-left"
         self.left, self.right = causal_bounds(causal, window)
@@ -116,7 +120,7 @@ class ScoreOptions:
         return Head(self, b, h)
 
     def dbias(self, dx: Array) -> Array:
-        """The sum of dx (B, H, Sq, Sk) over all that the bias was broadcast along, in its shape."""
+        """The gradient of the bias, in its shape: the sum of dx (B, H, Sq, Sk) over the axes it was broadcast along."""
         assert self.bias_shape is not None
         extra = dx.ndim - len(self.bias_shape)
         summed = dx.sum(axis=tuple(range(extra)))
@@ -125,9 +129,10 @@ class ScoreOptions:
 
 
 class Head:
-    """Scores of one head: `Sk` keys that count, `sink` or −inf, and what follows from a dot product's place.
+    """Scores of one head of one batch entry.
 
-    Rows count from the first of q; row + `diagonal` is the row's own place among the keys.
+    `Sk` is the number of valid keys; `sink` is −inf without the option. Rows are counted from the first of q; the
+    diagonal of a row is key row + `diagonal`.
     """
 
     def __init__(self, score_options: ScoreOptions, b: int, h: int):
@@ -136,68 +141,70 @@ class Head:
         self.Sk = shape.Sk if score_options.lengths is None else int(np.clip(score_options.lengths[b], 0, shape.Sk))
         self.diagonal = score_options.part.row + (self.Sk - score_options.part.Sq if score_options.aligned_right else 0)
         self.sink = -np.inf if score_options.sink is None else float(score_options.sink[h])
-        of_q, of_k, of_v = score_options.descale
-        self.scale = score_options.scale * float(of_q[b, h]) * float(of_k[b, shape.key_head(h)])
-        self.descale = float(of_v[b, shape.key_head(h)])  # of O
+        descale_q, descale_k, descale_v = score_options.descale
+        self.scale = score_options.scale * float(descale_q[b, h]) * float(descale_k[b, shape.key_head(h)])
+        self.descale = float(descale_v[b, shape.key_head(h)])  # of O
 
-    def seen(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
-        """The part (rows, cols) of what is seen, without the user's own condition, at query row m0 and key n0."""
-        j, own = np.arange(n0, n0 + cols)[None, :], np.arange(m0, m0 + rows)[:, None] + self.diagonal
-        seen = np.broadcast_to(j < self.Sk, (rows, cols))
+    def visible(self, m0: int, rows: int, n0: int, cols: int) -> Mask:
+        """The tile (rows, cols) of the mask that begins at query row m0 and key n0, without `score`'s condition."""
+        j, at_diagonal = np.arange(n0, n0 + cols)[None, :], np.arange(m0, m0 + rows)[:, None] + self.diagonal
+        visible = np.broadcast_to(j < self.Sk, (rows, cols))
         if (left := self._options.left) is not None:
-            seen = seen & (own - left <= j)
+            visible = visible & (at_diagonal - left <= j)
         if (right := self._options.right) is not None:
-            seen = seen & (j <= own + right)
+            visible = visible & (j <= at_diagonal + right)
         if self._options.mask is not None:
-            seen = seen & self._options.mask[self._b, self._h, m0 : m0 + rows, n0 : n0 + cols]
-        return seen
+            visible = visible & self._options.mask[self._b, self._h, m0 : m0 + rows, n0 : n0 + cols]
+        return visible
 
-    def scores(self, Q: Array, K: Array, m0: int = 0, n0: int = 0, *, sized: bool = False) -> Scores:
-        """Of query rows Q (M, D) from m0 on and keys K (N, D) from n0 on, in their dtype; their sizes if `sized`."""
-        of, dtype = self._options, Q.dtype
+    def scores(self, Q: Array, K: Array, m0: int = 0, n0: int = 0, *, magnitude: bool = False) -> Scores:
+        """Scores of query rows Q (M, D) from m0 on and keys K (N, D) from n0 on, in Q's dtype. Without `magnitude`,
+        that field is not computed."""
+        options, dtype = self._options, Q.dtype
         i, j = np.arange(m0, m0 + len(Q))[:, None], np.arange(n0, n0 + len(K))[None, :]
-        seen = self.seen(m0, len(Q), n0, len(K))
-        steep: Array | float = 1.0
-        own: Array | float = 1.0  # the derivative of the last step alone
+        visible = self.visible(m0, len(Q), n0, len(K))
+        dx_ddot: Array | float = 1.0
+        dx_dbias: Array | float = 1.0  # the bias is added before the user's expression only
         x: Array = self.scale * (Q @ K.T)
-        size: Array | float = abs(self.scale) * (abs(Q) @ abs(K).T) if sized else 0.0
-        if of.softcap:
-            y = np.tanh(x / of.softcap)
-            x, steep = of.softcap * y, 1 - y * y
-            size = steep * size + abs(x)
-        if of.slopes is not None:
-            term = (of.slopes[self._b, self._h] * abs(i + self.diagonal - j)).astype(dtype)
-            x, size = x - term, size + abs(term)
-        if of.bias is not None:
-            term = of.bias[self._b, self._h, m0 : m0 + len(Q), n0 : n0 + len(K)].astype(dtype)
-            x, size = x + term, size + abs(term)
-        if of.user is not None:
-            b, h, row, Sq = of.part
-            place = (b + self._b, h + self._h, row + i, j, Sq, self.Sk)
-            value, own, condition = of.user.evaluate(x.astype(np.float64), *place)
-            own = own.astype(dtype)
-            x, steep, seen = value.astype(dtype), steep * own, seen & condition
-            size = abs(own) * size + abs(x)
-        return Scores(np.where(seen, x, -np.inf), seen, steep, own, size)
+        terms: Array | float = abs(self.scale) * (abs(Q) @ abs(K).T) if magnitude else 0.0
+        if options.softcap:
+            y = np.tanh(x / options.softcap)
+            x, dx_ddot = options.softcap * y, 1 - y * y
+            terms = dx_ddot * terms + abs(x)
+        if options.slopes is not None:
+            term = (options.slopes[self._b, self._h] * abs(i + self.diagonal - j)).astype(dtype)
+            x, terms = x - term, terms + abs(term)
+        if options.bias is not None:
+            term = options.bias[self._b, self._h, m0 : m0 + len(Q), n0 : n0 + len(K)].astype(dtype)
+            x, terms = x + term, terms + abs(term)
+        if options.expressions is not None:
+            b, h, row, Sq = options.part
+            position = (b + self._b, h + self._h, row + i, j, Sq, self.Sk)
+            new_x, dx_dbias, condition = options.expressions.evaluate(x.astype(np.float64), *position)
+            dx_dbias = dx_dbias.astype(dtype)
+            x, dx_ddot, visible = new_x.astype(dtype), dx_ddot * dx_dbias, visible & condition
+            terms = abs(dx_dbias) * terms + abs(x)
+        return Scores(np.where(visible, x, -np.inf), visible, dx_ddot, dx_dbias, terms)
 
-    def dropped(self, x: Array, m0: int = 0, n0: int = 0) -> Array:
-        """What dropout makes of P, or of dP, (M, N) from query row m0 and key n0 on: x / (1 − p), or 0."""
-        of = self._options
-        if not of.dropout or of.seed is None:
+    def apply_dropout(self, x: Array, m0: int = 0, n0: int = 0) -> Array:
+        """P or dP (M, N), from query row m0 and key n0 on, after dropout: x / (1 − p), or 0."""
+        options = self._options
+        if not options.dropout or options.seed is None:
             return x
-        b, h, row, _ = of.part
-        kept = keep_tile(of.seed, b + self._b, h + self._h, row + m0, x.shape[0], n0, x.shape[1], of.dropout)
-        return np.where(kept, x / x.dtype.type(1 - of.dropout), 0) if of.dropout < 1 else np.zeros_like(x)
+        b, h, row, _ = options.part
+        kept = keep_tile(options.seed, b + self._b, h + self._h, row + m0, x.shape[0], n0, x.shape[1], options.dropout)
+        return np.where(kept, x / x.dtype.type(1 - options.dropout), 0) if options.dropout < 1 else np.zeros_like(x)
 
-    def keys(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
-        """[begin, end) of the keys that some row of the query tile [m0, m0 + BLOCK_M) may see by its place."""
+    def key_range(self, m0: int, BLOCK_M: int) -> tuple[int, int]:
+        """[begin, end) of the keys that causal and window leave visible to the query tile [m0, m0 + BLOCK_M)."""
         first, last = m0 + self.diagonal, min(m0 + BLOCK_M, self._Sq) - 1 + self.diagonal
         begin = 0 if self._options.left is None else max(0, first - self._options.left)
         end = self.Sk if self._options.right is None else max(0, min(self.Sk, last + self._options.right + 1))
         return (begin, end) if begin < end else (0, 0)
 
-    def queries(self, n0: int, BLOCK_N: int) -> tuple[int, int]:
-        """[begin, end) of the query rows that may see some key of the tile [n0, n0 + BLOCK_N) by its place."""
+    def query_range(self, n0: int, BLOCK_N: int) -> tuple[int, int]:
+        """[begin, end) of the query rows to which causal and window leave a key of the tile [n0, n0 + BLOCK_N)
+        visible."""
         last = min(n0 + BLOCK_N, self.Sk) - 1
         if last < n0:
             return 0, 0
@@ -206,7 +213,7 @@ class Head:
         return (begin, end) if begin < end else (0, 0)
 
     def dsink(self, LSE: Array, delta: Array) -> Array:
-        """What rows of that LSE and delta add to the gradient of the sink: its dP is 0."""
+        """The gradient of the sink from each row, (M,), of rows with this LSE and delta. The dP of a sink is 0."""
         return -(np.exp(self.sink - or_zero(LSE)) * delta)
 
 
@@ -219,5 +226,5 @@ def _broadcast(name: str, x: Array | None, shape: tuple[int, ...], exact: bool =
             raise ValueError
         return np.broadcast_to(x, shape)
     except ValueError:
-        how = "must be" if exact else "must broadcast to"
-        raise ValueError(f"{name} has shape {x.shape}: it {how} {shape}") from None
+        requirement = "must be" if exact else "must broadcast to"
+        raise ValueError(f"{name} has shape {x.shape}: it {requirement} {shape}") from None

@@ -123,8 +123,8 @@ def query_start(n0: int, BLOCK_M: int, Sq: int, offset: int) -> int:
     return first_row // BLOCK_M * BLOCK_M if first_row < Sq else Sq
 
 
-def dot_seen(A: Array, X: Array, seen: Mask) -> Array:
-    """A @ X, (M, N) by (N, D) -> (M, D), summed over the pairs in `seen` (M, N) only.
+def dot_visible(A: Array, X: Array, visible_pairs: Mask) -> Array:
+    """A @ X, (M, N) by (N, D) -> (M, D), summed over the pairs in `visible_pairs` (M, N) only.
 
     A must be 0 for other pairs, except in rows that are entirely NaN. Zeros in A do not mask NaN or inf in X, because
     0 · NaN = NaN. Rows of X that are not finite are therefore excluded from the product and added only to the sums of
@@ -135,7 +135,7 @@ def dot_seen(A: Array, X: Array, seen: Mask) -> Array:
         return A @ X
     Y = A @ np.where(finite[:, None], X, 0)
     for j in np.flatnonzero(~finite):
-        rows = seen[:, j]
+        rows = visible_pairs[:, j]
         Y[rows] += A[rows, j, None] * X[j]
     return Y
 

@@ -180,12 +180,12 @@ def part_options(
     return {**reference_options(p, part), "part": Part(number + b, h, start, p.Sq)}
 
 
-def seen(p: Problem, inputs: Mapping[str, Array]) -> Array:
+def visible_keys(p: Problem, inputs: Mapping[str, Array]) -> Array:
     """The mask of visible keys, (B, H, Sq, Sk)."""
     score_options = ScoreOptions(Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv), **reference_options(p, inputs))
     Q, K, found = np.zeros((p.Sq, 1)), np.zeros((p.Sk, 1)), np.empty((p.B, p.H, p.Sq, p.Sk), np.bool_)
     for b, h in np.ndindex(p.B, p.H):
-        found[b, h] = score_options.head(b, h).scores(Q, K).seen
+        found[b, h] = score_options.head(b, h).scores(Q, K).visible
     return found
 
 
@@ -197,7 +197,9 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
     hides = bool(p.score and p.score.hides)
     lengths = inputs["key_lengths"] if p.key_lengths and hides else np.full(p.B, p.Sk)
     alone = {name: x for name, x in inputs.items() if hides or name != "key_lengths"}
-    left = seen(dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), alone)
+    left = visible_keys(
+        dataclasses.replace(p, causal=False, window=(None, None), key_lengths=p.key_lengths and hides), alone
+    )
     bits = np.zeros((B, H, rows, 2, 32 * words), np.bool_)
     bits[..., 1, :] = True
     by_pair = np.zeros((B, H, rows, 64, 512 * words) if block_maps.by_pair(p) else (B, H, rows, 0), np.bool_)
@@ -236,7 +238,7 @@ def visible_pairs(p: Problem, inputs: Mapping[str, Any]) -> int | None:
     B = 1 if p.mask[:1] in ((), (1,)) and not p.key_lengths else p.B
     H = p.H if p.mask[1:2] == (p.H,) else 1
     strips = ((b, h, m0) for b in range(B) for h in range(H) for m0 in range(0, p.Sq, _STRIP))
-    masks = (score_options.head(b, h).seen(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
+    masks = (score_options.head(b, h).visible(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
     return p.B // B * (p.H // H) * sum(int(np.count_nonzero(mask)) for mask in masks) if B and H else 0
 
 
@@ -245,7 +247,7 @@ _STRIP = 256  # rows at a time
 
 def fill_hidden_with_nan(p: Problem, inputs: dict[str, Array]) -> None:
     """Writes NaN to all elements that no query sees: of keys and values, and of a bias."""
-    visible = seen(p, inputs)
+    visible = visible_keys(p, inputs)
     by_key_head = np.asarray(visible.reshape(p.B, p.Hk, -1, p.Sk).any(2))  # (B, Hk, Sk)
     for name in ("K", "V"):
         inputs[name] = np.where(by_key_head[..., None], inputs[name], np.array(np.nan, inputs[name].dtype))

@@ -236,13 +236,13 @@ def test_tile_ranges_are_exact(window, Sq: int, Sk: int) -> None:
     shape = reference.semantics.Shape(1, 1, 1, Sq, Sk, 1, 1)
     for causal, M, N in itertools.product((False, True, "top-left"), (1, 3), (1, 4)):
         head = reference.score.ScoreOptions(shape, causal, None, window=window).head(0, 0)
-        seen = head.seen(0, Sq, 0, Sk)
+        seen = head.visible(0, Sq, 0, Sk)
         for m0 in range(0, Sq, M):
             columns = np.flatnonzero(seen[m0 : m0 + M].any(0))
-            assert head.keys(m0, M) == ((columns[0], columns[-1] + 1) if columns.size else (0, 0))
+            assert head.key_range(m0, M) == ((columns[0], columns[-1] + 1) if columns.size else (0, 0))
         for n0 in range(0, Sk, N):
             rows = np.flatnonzero(seen[:, n0 : n0 + N].any(1))
-            assert head.queries(n0, N) == ((rows[0], rows[-1] + 1) if rows.size else (0, 0))
+            assert head.query_range(n0, N) == ((rows[0], rows[-1] + 1) if rows.size else (0, 0))
 
 
 def test_an_unknown_option_is_named() -> None:

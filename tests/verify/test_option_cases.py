@@ -52,7 +52,7 @@ def test_the_pairs_that_are_seen(names: tuple[str, ...], causal) -> None:
     """Counted if they depend on the content of a tensor; otherwise computed from the problem."""
     p = problem(names, dataclasses.replace(P, Sq=300, causal=causal))
     given = scores.score_inputs(p)
-    found, whole = scores.visible_pairs(p, tensors(given)), int(scores.seen(p, given).sum())
+    found, whole = scores.visible_pairs(p, tensors(given)), int(scores.visible_keys(p, given).sum())
     hidden = {*names} & {"mask", "padding", "key_lengths"}
     assert found == (whole if hidden else None)
     if hidden:
@@ -180,7 +180,7 @@ def test_stored_inputs() -> None:
 def test_hidden_elements_are_nan() -> None:
     p = problem(("bias", "mask", "key_lengths"))
     given = inputs_of("backward", Case("hidden", p, "hidden"))
-    seen = scores.seen(p, given)
+    seen = scores.visible_keys(p, given)
     for name in ("K", "V", "bias"):
         assert np.isnan(given[name].astype(np.float32)).any()
     assert not seen[1].any()  # a batch entry in which no key counts
