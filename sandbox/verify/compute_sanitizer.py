@@ -43,5 +43,6 @@ def run(
     found = parse_compute_sanitizer(resolve_expressions(done.stdout, score)[0], folders)
     if done.returncode == _FOUND or any(finding.places for finding in found):
         return found, done.stdout
-    last = "\n".join(done.stdout.strip().splitlines()[-8:])
+    # Indented lines are the frames of a Python traceback.
+    last = "\n".join([line for line in done.stdout.splitlines() if line.strip() and not line.startswith(" ")][-8:])
     raise ToolchainMissing(f"compute-sanitizer --tool {tool} ended with status {done.returncode}:\n{last}")

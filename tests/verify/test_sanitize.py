@@ -295,7 +295,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.mark.parametrize(("text", "status", "clean"), [(MEMCHECK, 91, False), (CLEAN, 0, True), ("broken\n", 1, None)])
+TRACEBACK = 'Traceback (most recent call last):\n  File "/x/driver.py", line 64, in _call\n    raise error\nbroken\n'
+
+
+@pytest.mark.parametrize(("text", "status", "clean"), [(MEMCHECK, 91, False), (CLEAN, 0, True), (TRACEBACK, 1, None)])
 def test_the_tool_decides(
     text: str, status: int, clean: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +308,7 @@ def test_the_tool_decides(
     found = sanitize.on_gpu("memcheck", kernel, sanitize.small_problems(kernel, tile)[0], tile, 20)
     assert found.clean is clean
     assert bool(found.findings) is (clean is False)
-    assert (clean is None) is ("ended with status 1:\nbroken" in found.message)
+    assert (clean is None) is ("ended with status 1:\nTraceback (most recent call last):\nbroken" in found.message)
 
 
 def test_a_checker_whose_kernel_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
