@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SMEM = 232448  # bytes of shared memory per block
-WAVE = 132  # blocks that run at the same time: one per SM
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such work tiles are short
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per m_block and head of a group
 
@@ -126,7 +125,7 @@ def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if not heads:
         return 1, tiles, 0
-    groups = round(heads * tiles / (WAVE if tiles > 4 else WAVE / 2))
+    groups = round(heads * tiles / (HOPPER_SMS if tiles > 4 else HOPPER_SMS / 2))
     width = cdiv(heads, min(max(groups, 1), heads))
     if p.bounds[0] is not None:
         width = max(width, min(heads, MIN_WINDOW_HEADS))
@@ -210,9 +209,9 @@ def split_group_pays(p: Problem) -> bool:
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
     tiles = p.batches * p.Hk * p.key_tiles(key_rows)
     if p.bounds[1] is None or p.bounds[0] is not None:
-        return cdiv(tiles, WAVE) * p.group > 1.06 * max(cdiv(tiles * p.group, WAVE), 1)
-    plain = p.group * max(tiles / (2 * WAVE) + (0.5 if p.ragged else 0.25), 1)
-    return plain > 1.08 * 1.04 * max(tiles * p.group / (2 * WAVE) + 0.25, 1)
+        return cdiv(tiles, HOPPER_SMS) * p.group > 1.06 * max(cdiv(tiles * p.group, HOPPER_SMS), 1)
+    plain = p.group * max(tiles / (2 * HOPPER_SMS) + (0.5 if p.ragged else 0.25), 1)
+    return plain > 1.08 * 1.04 * max(tiles * p.group / (2 * HOPPER_SMS) + 0.25, 1)
 
 
 split_group = replace(
@@ -256,7 +255,7 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     width, tiles, _ = head_group_grid(p, t)
     heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
-        width = min(cdiv(WAVE, tiles), heads)
+        width = min(cdiv(HOPPER_SMS, tiles), heads)
     elif p.bounds[1] is None and heads and rows >= 4096 and (t.BLOCK_N == 64 or rows <= 8192):
         width = min((4 if t.BLOCK_N == 64 and rows >= 8192 else 2) * width, heads)
     return width, tiles, cdiv(heads, width) if heads else 0

@@ -1,8 +1,6 @@
 """Spec of `bwd_wgmma_head.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
-
-WAVE = 132  # blocks that run at the same time: one per SM
+from sandbox.spec import HOPPER_SMS, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -27,7 +25,7 @@ def short(p: Problem) -> bool:
     """One n_block per head. The GPU needs 8 … 16 us, less than the launch: two driver calls rather than four take 22 us
     rather than 32 (experiment 001). For D <= 32 the GPU time is 20% shorter, too (experiment 013).
     """
-    return p.Hk == p.H and p.Sq == p.Sk <= 128 and p.B * p.H <= WAVE
+    return p.Hk == p.H and p.Sq == p.Sk <= 128 and p.B * p.H <= HOPPER_SMS
 
 
 kernel = Kernel(

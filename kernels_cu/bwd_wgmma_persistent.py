@@ -1,6 +1,6 @@
 """Spec of `bwd_wgmma_persistent.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -18,9 +18,6 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return unsupported_by_wgmma(p, arch, "bwd_block2d")
 
 
-WAVE = 132  # blocks that run at the same time: one per SM
-
-
 def short(p: Problem) -> bool:
     """Where it is 1 … 20% faster than bwd_wgmma: short m_block ranges and more work tiles than blocks, for D <= 32 many
     more. With a last key (causal) a work tile has half of the query rows on average."""
@@ -30,7 +27,7 @@ def short(p: Problem) -> bool:
     else:
         rows, max_rows = p.Sq if right is None else p.Sq // 2, 512
     work_tiles = p.B * p.Hk * cdiv(p.Sk, 128)
-    return p.D <= 64 and p.H * rows <= p.Hk * max_rows and work_tiles >= (1.5 if p.D > 32 else 6) * WAVE
+    return p.D <= 64 and p.H * rows <= p.Hk * max_rows and work_tiles >= (1.5 if p.D > 32 else 6) * HOPPER_SMS
 
 
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
@@ -54,7 +51,7 @@ kernel = Kernel(
     scratch={"dQ_accum": dQ_accum},
     default=True,
     first_for=short,
-    tiles=(Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=WAVE),),
+    tiles=(Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2, BLOCKS=HOPPER_SMS),),
     grid=lambda p, t: (min(p.key_tiles(t.BLOCK_N) * p.Hk * p.B, t.BLOCKS), 1, 1),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,

@@ -1,6 +1,6 @@
 """Spec of `fwd_minimal.cu`."""
 
-from sandbox.spec import Kernel, Tile
+from sandbox.spec import ROW_INDEPENDENT, Kernel, Tile
 
 kernel = Kernel(
     name="fwd_minimal",
@@ -10,18 +10,7 @@ kernel = Kernel(
     ragged=True,
     paged=True,
     float8_keys=True,
-    invariant_to=(
-        "runs",
-        "entries",
-        "batch",
-        "heads",
-        "queries",
-        "allocation",
-        "pages",
-        "page_size",
-        "ragged",
-        "strides",
-    ),
+    invariant_to=ROW_INDEPENDENT,
     summary="one thread per query row, K and V tiles in shared memory",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),

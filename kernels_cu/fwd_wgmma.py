@@ -3,9 +3,8 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-WAVE = 132  # blocks that run at the same time: one per SM
 SPLIT_KEYS = 2048  # about: a whole number of key tiles
 SMEM = 232448  # most shared memory of a block, in bytes
 WIDEST_V = {192: 192, 256: 128}  # by BLOCK_M: the largest Dv whose P V ptxas compiles, at 128 and 96 registers
@@ -208,7 +207,7 @@ def splits(p: Problem, t: Tile) -> int:
     GPU. Of a ragged batch the host does not know them, and windows and masks limit the keys of a row."""
     work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, split_tiles(t) * t.BLOCK_N)
     limits_keys = p.bounds[0] is not None or p.block_map[3] or p.alibi
-    return ranges if ranges > 1 and work_tiles < 2 * WAVE and not p.ragged and not limits_keys else 1
+    return ranges if ranges > 1 and work_tiles < 2 * HOPPER_SMS and not p.ragged and not limits_keys else 1
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
 from .core.dtypes import ITEMSIZE
-from .core.kernel import COMPUTATIONS, Arch, BoxRows, Computation, Dim3, Entry, Kernel
+from .core.kernel import COMPUTATIONS, HOPPER_SMS, ROW_INDEPENDENT, Arch, BoxRows, Computation, Dim3, Entry, Kernel
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
 from .core.problem import Problem
@@ -11,7 +11,9 @@ from .core.unsupported import unsupported_by_cp_async, unsupported_by_wgmma
 
 __all__ = [
     "COMPUTATIONS",
+    "HOPPER_SMS",
     "ITEMSIZE",
+    "ROW_INDEPENDENT",
     "Arch",
     "BoxRows",
     "Causal",

@@ -37,6 +37,8 @@ _ATTENTION = (  # in the order in which kernels are listed
 )
 COMPUTATIONS = {computation.name: computation for computation in _ATTENTION}
 
+HOPPER_SMS = 132  # of an H100 or H200 (SXM): a wave of blocks if one block runs per SM
+
 INVARIANCES = {  # what may change while the bits of a row stay the same (`Kernel.invariant_to`)
     "runs": "another launch",
     "entries": "other batch entries: their values and lengths",
@@ -52,6 +54,8 @@ INVARIANCES = {  # what may change while the bits of a row stay the same (`Kerne
     "cluster": "blocks per cluster: CLUSTER of the tile",
     "strides": "strides and alignment of the tensors",
 }
+# Of a forward kernel without splits that computes a row alone, its keys in the same order wherever they are.
+ROW_INDEPENDENT = tuple(name for name in INVARIANCES if name not in ("SMs", "splits", "cluster"))
 
 
 class BoxRows(NamedTuple):
