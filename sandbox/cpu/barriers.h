@@ -24,6 +24,8 @@ extern "C" bool sandbox_barrier_or(bool predicate, Site site) {
 
 extern "C" void sandbox_cluster_barrier(Site site) {
     static char order;  // shared by all clusters
+    if (self().cluster_arrived)
+        sandbox_trap("cluster_sync between cluster_arrive and cluster_wait: the wait must come before it", site);
     sandbox_barrier(site);
     Block& block = *current;
     Fiber& fiber = self();
@@ -42,6 +44,19 @@ extern "C" void sandbox_cluster_barrier(Site site) {
         }
     }
     acquire(&order);
+}
+
+extern "C" void sandbox_cluster_arrive(Site site) {
+    Fiber& fiber = self();
+    if (fiber.cluster_arrived) sandbox_trap("cluster_arrive twice without cluster_wait in between", site);
+    fiber.cluster_arrived = true;
+}
+
+extern "C" void sandbox_cluster_wait(Site site) {
+    Fiber& fiber = self();
+    if (!fiber.cluster_arrived) sandbox_trap("cluster_wait without cluster_arrive before it", site);
+    fiber.cluster_arrived = false;
+    sandbox_cluster_barrier(site);
 }
 
 extern "C" const char* sandbox_map_shared_rank(const char* own, unsigned cta_rank) {

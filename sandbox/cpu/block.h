@@ -127,6 +127,7 @@ struct Fiber : Thread {
     bool wgmma_fenced;
     unsigned wgmma_operations;  // wgmma, commit and wait calls so far
     unsigned cluster_barriers;  // cluster barrier calls so far
+    bool cluster_arrived;       // sandbox_cluster_arrive without its wait
 };
 
 bool same_site(Site a, Site b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }

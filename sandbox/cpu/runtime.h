@@ -79,6 +79,9 @@ void sandbox_barrier(Site site);
 bool sandbox_barrier_or(bool predicate, Site site);
 // Cluster barrier: waits until every thread of the cluster has reached it; threads of this block, the same call.
 void sandbox_cluster_barrier(Site site);
+// The two halves of a cluster barrier: the wait waits for all threads. Each wait needs an arrival before it.
+void sandbox_cluster_arrive(Site site);
+void sandbox_cluster_wait(Site site);
 // The address in the shared memory of block `cta_rank` of the cluster that corresponds to `own` in this block.
 const char* sandbox_map_shared_rank(const char* own, unsigned cta_rank);
 // Warp collective: waits until every existing lane in `mask` has called the same collective. Returns the 32 values of

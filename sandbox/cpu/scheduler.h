@@ -189,6 +189,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         fiber.bulk_stores.count = 0;
         fiber.wgmma_fenced = false;
         fiber.wgmma_operations = fiber.cluster_barriers = 0;
+        fiber.cluster_arrived = false;
         fiber.registers = REGISTERS / threads / 8 * 8;
         fill_stack(fiber);
         prepare(&fiber.context, fiber.stack + GUARD_BYTES, STACK_BYTES, fiber_main);

@@ -80,3 +80,18 @@ def test_a_block_that_exits_before_its_cluster(run_cuda: Callable[..., None]) ->
         LaunchError, match=r"cluster barrier .*left\.cu:4: block \([013],0,0\) waits for a block of its"
     ):
         run_cuda(LEFT, "left", grid=CLUSTER, defines=DEFINES, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize("device", [("cpu", 0)])
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ("cluster_wait();", "cluster_wait without cluster_arrive"),
+        ("cluster_arrive(); cluster_arrive();", "cluster_arrive twice"),
+        ("cluster_arrive(); cluster_sync();", "cluster_sync between cluster_arrive and cluster_wait"),
+    ],
+)
+def test_halves_of_a_cluster_barrier_that_do_not_match(calls: str, message: str, run_cuda: Callable[..., None]) -> None:
+    source = f'#include "cluster.cuh"\nextern "C" __global__ void halves() {{ {calls} }}'
+    with pytest.raises(LaunchError, match=message):
+        run_cuda(source, "halves", grid=CLUSTER, defines=DEFINES, cluster=CLUSTER)

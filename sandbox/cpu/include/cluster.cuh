@@ -7,9 +7,11 @@ inline void cluster_sync(SANDBOX_SITE) {
     if (CLUSTER == 1) cpu::sandbox_barrier(site);
     else cpu::sandbox_cluster_barrier(site);
 }
-inline void cluster_arrive() {}
-inline void cluster_wait(SANDBOX_SITE) {  // the wait includes the arrival
-    if (CLUSTER > 1) cpu::sandbox_cluster_barrier(site);
+inline void cluster_arrive(SANDBOX_SITE) {
+    if (CLUSTER > 1) cpu::sandbox_cluster_arrive(site);
+}
+inline void cluster_wait(SANDBOX_SITE) {
+    if (CLUSTER > 1) cpu::sandbox_cluster_wait(site);
 }
 template <class T>
 inline T* map_shared_rank(T* own, unsigned cta_rank) {
