@@ -23,7 +23,7 @@ from sandbox.toolchain import sources
 
 DATA = ROOT / "build" / "coverage"
 TIMES = ROOT / "build" / "tests.xml"
-UNKNOWN = 1.0  # seconds of a test whose time is not recorded
+UNKNOWN = 0.2  # seconds of a test whose time is not recorded: the suite's average
 
 
 @dataclass
@@ -75,7 +75,9 @@ class Selection:
 
     def _of_kernels(self, mutation: Mutation) -> list[str]:
         """Tests that launch the kernel or have its name, alternating between the kernels that include the file; then
-        other tests of the engine."""
+        other tests of the engine. Tests of the folder with the file's name for a kernel that is not registered."""
+        if not kernels_of(mutation.file):
+            return self._sorted(self._in_folders([Path(mutation.file).parts[1]]))
         columns = (self._sorted(self._with_kernel(name)) for name in kernels_of(mutation.file))
         named = [test for test in chain.from_iterable(zip_longest(*columns)) if test]
         every = {name: re.compile(rf"[\[-]{name}[\]-]") for name in registry.kernels()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from project import ROOT, SAMPLE, SEED
 
 from sandbox.cli import cli
+from sandbox.core import registry
 from sandbox.core.errors import SpecError
 from sandbox.course import faults
 
@@ -57,6 +59,23 @@ def test_the_commands(tmp_path: Path) -> None:
     assert "exist already" in run(cli, ["course", "start", "3", str(tmp_path)]).output
     assert "choose another" in run(cli, ["course", "start", "3", str(tmp_path)]).output
     assert "only whole key tiles" in run(cli, ["course", "solution", "3"]).output
+
+
+@pytest.fixture
+def hopper_plain(monkeypatch) -> Iterator[None]:
+    """Registers this kernel."""
+    monkeypatch.setenv("SANDBOX_KERNELS", str(faults.get(20).source(".cu").parent))
+    registry.forget()
+    yield
+    monkeypatch.undo()
+    registry.forget()
+
+
+@pytest.mark.parametrize("options", ["--shape 1,4/2,130,200,64", "--shape 2,1,65,128 --causal"])
+@pytest.mark.usefixtures("hopper_plain")
+def test_the_plain_hopper_kernel_is_correct(options: str) -> None:
+    done = CliRunner().invoke(cli, ["run", "hopper_plain", "--backend", "cpu", *options.split()])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(("corrected", "status"), [(False, 1), (True, 0)])
