@@ -59,14 +59,18 @@ class Selection:
         return [test for each in rounds for test in sorted(filter(None, each), key=cost.__getitem__)]
 
     def _of_lines(self, mutation: Mutation) -> list[str]:
-        """Tests of the folder first: they are the ones that look at the result."""
+        """Tests of the folder first: they are the ones that look at the result. Without records, first those in files
+        with the module's name."""
         lines = self.executed.get(mutation.file, {})
         running: set[str] = set().union(*(lines.get(line, ()) for line in mutation.lines))
         if not running:  # executed by the import: a table or a definition
             running = set().union(*lines.values())
         own = self._in_folders([Path(mutation.file).parts[1]])
         if not lines:
-            return [*self._sorted(own), *self._sorted(self._in_folders(importers_of(mutation.file)) - own)]
+            word = Path(mutation.file).stem.partition("_")[0]
+            named = {test for test in own if Path(test.partition("::")[0]).stem.startswith(f"test_{word}")}
+            others = self._in_folders(importers_of(mutation.file)) - own
+            return [*self._sorted(named), *self._sorted(own - named), *self._sorted(others)]
         running = running.intersection(self.tests)  # torch.compile traces without a record: the folder's others last
         return [*self._sorted(running & own), *self._sorted(running - own), *self._sorted(own - running)]
 

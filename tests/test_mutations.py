@@ -129,6 +129,9 @@ def test_tests_of_a_python_file() -> None:
     assert chosen.of(at("sandbox/core/spec.py", 8), 100) == ([a, z, slow], 3)  # then the folder's other tests
     assert chosen.of(at("sandbox/core/spec.py", 1), 100)[1] == 3  # executed by the import
     assert chosen.of(at("sandbox/core/other.py", 7), 100) == ([z, slow], 2)  # no record: those of the folder
+    tests = ("tests/core/test_a.py::test_x", "tests/core/test_other_kind.py::test_y")
+    named = mutation_tests.Selection(tests).of(at("sandbox/core/other_name.py", 7), 100)
+    assert named == ([tests[1], tests[0]], 2)  # first those in files with the module's name
 
 
 def test_tests_of_a_kernel() -> None:
