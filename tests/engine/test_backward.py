@@ -121,7 +121,7 @@ def test_heads_come_in_l2_groups(kernel: Kernel, device: Device, monkeypatch: py
         width, tiles, sections = kernel.grid(spec.Problem(1, heads, rows, rows, 64, causal="bottom-right"), tile)
         assert (sections - 1) * width < heads <= sections * width
         assert tiles == -(-rows // tile.BLOCK_N)
-    monkeypatch.setitem(kernel.grid.__globals__, "WAVE", 7)
+    monkeypatch.setitem(kernel.grid.__globals__, "HOPPER_SMS", 7)
     problem = spec.Problem(1, 5, 300, 300, 64, dtype="float16", causal="bottom-right")
     assert kernel.grid(problem, tile) == (2, 3, 3)  # one head more than the problem has
     assert check.verify(kernel, Case("sections", problem), device).ok

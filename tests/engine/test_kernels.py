@@ -296,7 +296,7 @@ def test_the_deterministic_backward_in_serpentine_head_groups(
     )
     if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
         pytest.skip("wgmma exists on compute capability 9.0 alone")
-    monkeypatch.setitem(kernel.grid.__globals__, "WAVE", 2)
+    monkeypatch.setitem(kernel.grid.__globals__, "HOPPER_SMS", 2)
     tile = choose.choose_tile(kernel, problem, None)
     assert kernel.grid(problem, tile)[::2] == (1, 3)
     result = check.verify(kernel, Case("sections", problem), device)
