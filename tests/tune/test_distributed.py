@@ -30,7 +30,8 @@ WORKER = executors.WorkerInfo("a", "0", "a GPU", "sm_90a", tuned.digest(KERNEL),
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The address of a scheduler with two workers, processes like those of `dask worker`."""
-    options = {"n_workers": 2, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": None}
+    # Port 0 is any free port. With None the scheduler listens on 8787, and warns if another test has it.
+    options = {"n_workers": 2, "threads_per_worker": 1, "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
     with distributed.LocalCluster(**options) as local:
         yield local.scheduler_address
 
