@@ -1,6 +1,6 @@
 // Online softmax of a wgmma accumulator, with deferred rescaling (softmax_rows.cuh): P is computed with the maximum m
-// of the row's first tile. m is raised if the sum of a tile's P exceeds P_SUM_LIMIT, and by every tile while |m| is
-// large (m_is_large).
+// of the row's first tile. The 16 rows of a warp raise m if a thread's sum of a tile's P exceeds P_SUM_LIMIT in any of
+// them, and in every tile while |m| of one is large (m_is_large).
 #pragma once
 #include "non_finite.cuh"
 #include "softmax_rows.cuh"
