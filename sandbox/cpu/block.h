@@ -279,6 +279,7 @@ struct Block {
     bool release_collectives(unsigned first, unsigned last);
     bool release_barrier();
     bool any_ready() const;
+    bool mark_tma_loads();
     bool complete_tma_loads();
     bool check_completed();
     void write_read_stores(const Fiber* by = nullptr);

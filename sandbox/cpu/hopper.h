@@ -17,7 +17,8 @@ struct TmaLoad {  // one pending TMA load of a box
     TensorMap map;
     int at[MAP_RANK];
     char* barrier;
-    uint64_t due;  // the scheduling step in which it completes
+    uint64_t due;       // the scheduling step in which it may complete
+    bool may_complete;  // in this scheduling step, if it is due
     Site site;
 };
 

@@ -90,21 +90,37 @@ void Block::wake(State state, const char* mbarrier, unsigned number) {
     }
 }
 
-// One scheduling step: completes the TMA loads that are due. If no fiber is ready, advances to the first load that is
-// due. Returns whether any load completed.
+// Marks the TMA loads that may complete, and returns whether there are any. In the default order of threads, a load
+// completes only while a thread waits for its mbarrier: a missing wait is noticed however much time other waits take.
+// In a shuffled order it also completes without.
+bool Block::mark_tma_loads() {
+    List<TmaLoad>& boxes = hopper.tma_loads;
+    if (!boxes.count) return false;
+    for (unsigned i = 0; i < boxes.count; ++i) boxes.items[i].may_complete = launch.order;
+    bool any = launch.order;
+    for (unsigned t = 0; t < threads && !launch.order; ++t) {
+        if (fibers[t].state != State::at_mbarrier) continue;
+        for (unsigned i = 0; i < boxes.count; ++i)
+            if (boxes.items[i].barrier == fibers[t].mbarrier) any = boxes.items[i].may_complete = true;
+    }
+    return any;
+}
+
+// One scheduling step: completes the marked TMA loads that are due. If no fiber is ready, advances to the first of
+// them. Returns whether any load completed.
 bool Block::complete_tma_loads() {
     List<TmaLoad>& boxes = hopper.tma_loads;
     ++hopper.step;
-    if (!boxes.count) return false;
     if (!any_ready()) {
-        uint64_t next = boxes.items[0].due;
-        for (unsigned i = 1; i < boxes.count; ++i) next = boxes.items[i].due < next ? boxes.items[i].due : next;
-        if (next > hopper.step) hopper.step = next;
+        uint64_t next = UINT64_MAX;
+        for (unsigned i = 0; i < boxes.count; ++i)
+            if (boxes.items[i].may_complete && boxes.items[i].due < next) next = boxes.items[i].due;
+        if (next > hopper.step && next < UINT64_MAX) hopper.step = next;
     }
     unsigned left = 0, completed = 0;
     for (unsigned i = 0; i < boxes.count; ++i) {
         const TmaLoad box = boxes.items[i];
-        if (box.due > hopper.step) {
+        if (!box.may_complete || box.due > hopper.step) {
             boxes.items[left++] = box;
             continue;
         }

@@ -103,10 +103,10 @@ bool sandbox_named_barrier(unsigned id, unsigned threads, bool waits, bool predi
 // setmaxnreg: a block has 65536 registers, initially distributed evenly; an increase waits until enough registers are
 // free.
 void sandbox_setmaxnreg(unsigned registers, Site site);
-// TMA and bulk copies. A load completes some scheduling steps later; until then its destination contains NaN. A store
-// reads shared memory when it is waited for. A reduction is added when the block ends or its full completion is waited
-// for. A bulk store without reduction is written when no other block can make progress without it; its block waits
-// until then.
+// TMA and bulk copies. A load completes some scheduling steps later, in the default order of threads only while a
+// thread waits for its mbarrier; until then its destination contains NaN. A store reads shared memory when it is waited
+// for. A reduction is added when the block ends or its full completion is waited for. A bulk store without reduction is
+// written when no other block can make progress without it; its block waits until then.
 void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
 void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site);
 void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site);

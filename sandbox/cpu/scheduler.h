@@ -201,11 +201,11 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         for (unsigned w = has_lagging_warp(); w < (threads + WARP - 1) / WARP; ++w) {
             if (!run_warp(warp_order[w] * WARP)) return false;
         }
-        const bool others_progress = resumed != yielded || hopper.tma_loads.count;
+        const bool loads = mark_tma_loads(), others_progress = resumed != yielded || loads;
         if (has_lagging_warp() && (!others_progress || ++lagged_steps % LAG_STEPS == 0) &&
             !run_warp(warp_order[0] * WARP))
             return false;
-        set_waits_for_blocks(resumed && resumed == yielded && !hopper.tma_loads.count);
+        set_waits_for_blocks(resumed && resumed == yielded && !loads);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
         if (returned == threads) {
@@ -213,7 +213,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
             return check_completed();
         }
         if (waits_for_blocks) sched_yield();
-        if (!complete_tma_loads() && !any_ready() && !release_barrier()) {
+        if (!(loads && complete_tma_loads()) && !any_ready() && !release_barrier()) {
             explain_deadlock();
             return false;
         }

@@ -12,7 +12,8 @@ extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, 
     memset(to, 0xff, box_bytes(*map));
     current->smem.mark(to, box_bytes(*map), false);
     TmaLoad& box = hopper.tma_loads.add();
-    box = {to, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.tma_loads.count % 3, site};
+    box = {to,    *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.tma_loads.count % 3,
+           false, site};
     for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { report_read(from, valid); });
     release(barrier);
 }

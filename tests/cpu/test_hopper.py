@@ -500,6 +500,7 @@ MISSING_ARRIVAL = (
     [
         (without("request();"), MISSING_ARRIVAL),
         (without("barrier, 0)", "barrier, 1)"), "before the TMA load"),
+        (without("mbarrier_wait(barrier, 0);", "for (int i = 0; i < 20; ++i) __syncthreads();"), "before the TMA load"),
         (without("wgmma_fence();"), "wgmma without wgmma_fence"),
         (without("wgmma_wait<0>();"), "used before the wait"),
         (without("wgmma_wait<0>();", "wgmma_wait<1>();"), "used before the wait"),
