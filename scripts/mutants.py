@@ -5,7 +5,7 @@
     python scripts/mutants.py --group kernels         only mutations of CUDA files
     python scripts/mutants.py --written               the written mutations of tests/engine/mutations.toml
     python scripts/mutants.py --tier all              with the tests of `make test-all`
-    python scripts/mutants.py --table                 write docs/mutations.md from the stored rows
+    python scripts/mutants.py --table                 write docs/mutation-score.md from the stored rows
 
 Each mutation is applied to a scratch copy of the project. Its tests (mutation_tests.py) run until one fails. `--rows
 FILE` appends the results as JSON lines. If a mutation of the stored rows cannot change any result, add "equivalent"
