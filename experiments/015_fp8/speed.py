@@ -63,9 +63,12 @@ def means_table(rows: list[ladder.Row]) -> str:
         shown = " | ".join(f"{mean:.0f}" for mean in own)
         lines.append(f"| {kernel.rung} | `{name}`, {dtype} | {kernel.summary} | {shown} | {beside} |")
     tops = {dtype: next(r["ceiling_tflops"] for r in rows if r["dtype"] == dtype) for dtype in KERNELS}
-    of = len(WIDTHS) * len(LENGTHS) * len(MASKS)
+    every = [*itertools.product(WIDTHS, LENGTHS, MASKS)]
+    left = [point for point in every if point not in points]
+    missing = [f"D = {D}, S = {S}{', causal' if causal else ''}" for D, S, causal in left]
     what = "16k tokens, hidden size 2048, S 1024, 4096, 16384, with and without causal mask"
-    grid = f"{len(points)} of {of} problems ({what})"
+    left_out = f"; not measured: {'; '.join(missing)}" if missing else ""
+    grid = f"{len(points)} of {len(every)} problems ({what}{left_out})"
     reached = " and ".join(f"{top:.0f} in {dtype}" for dtype, top in tops.items())
     where = f"{rows[-1]['device']}, CUDA {rows[-1]['cuda']}; matrix products reach {reached} in the same run"
     return "\n".join([*lines, "", f"TFLOP/s of the forward, geometric means for each D, {grid}; {where}."]) + "\n"

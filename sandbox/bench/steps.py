@@ -196,7 +196,7 @@ class Ladder:
         return found | {name: _gain(_speeds(rows, name, D, causal), below) for name in last}
 
     def _registers(self, rows: list[dict[str, Any]], name: str) -> str:
-        """The maximum over the masks, for each head dimension; * where registers are spilled."""
+        """The maximum over the problems, for each head dimension; * where registers are spilled."""
         cells = []
         for D in self.widths:
             counts = [r[name] for p, r in by_problem(rows).items() if p.D == D and "spills" in r.get(name, ())]
@@ -224,9 +224,9 @@ class Ladder:
         caption = (
             f"TFLOP/s, {r['dtype']}, geometric means over S {lengths} with and without causal mask (16k tokens, hidden"
             f" size 2048). A gain is relative to the step before; in the rows after step {len(self.steps) - 1}, to that"
-            f" step. “–”: the step changes nothing at this D. Registers at D = {' / '.join(map(str, self.widths))};"
-            f" “*”: some are spilled. {r['device']}, CUDA {r['cuda']}; a matrix product reaches"
-            f" {r['ceiling_tflops']:.0f} in the same run."
+            f" step. “–”: the step changes nothing at this D. Registers at D = {' / '.join(map(str, self.widths))}, the"
+            f" maximum over the problems; “*”: some are spilled. {r['device']}, CUDA {r['cuda']}; a matrix product"
+            f" reaches {r['ceiling_tflops']:.0f} in the same run."
         )
         return "\n".join([*lines, "", caption]) + "\n"
 
