@@ -198,7 +198,7 @@ def supports_split_group(p: Problem, arch: Arch | None) -> str | None:
 
 
 def split_group_pays(p: Problem) -> bool:
-    """Whether work tiles of query heads are faster than those of key/value heads. Fitted to 41 problems on an H200
+    """Whether work tiles of query heads are faster than those of key/value heads. Fitted to 42 problems on an H200
     (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
 
     Without a causal mask all work tiles are equally long and run in waves. With one they have half of that length on
