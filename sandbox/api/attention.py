@@ -42,18 +42,19 @@ def attention_forward(
     bfloat16 with k and v in float8. float8 has no gradient. Any strides with a unit stride in D. NumPy, CuPy, PyTorch
     or other DLPack arrays, all of one library and on one device. Latent attention: if v is a view of the first Dv
     columns of k, the data is read once, and D may be up to 576 on Hopper GPUs (forward only).
-    causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i.
+    causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i. In the options
+    below, diagonal is Sk - Sq, or 0 with "top-left".
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
     The following score options are off by default and are applied in this order. Arrays are of q's library, on q's
     device, with any strides.
     softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + diagonal - j|
-    is subtracted, where diagonal is Sk - Sq, or 0 with "top-left". bias: broadcastable to (B, H, Sq, Sk), q's dtype or
-    float32; added. score: a `sandbox.Score`, the user's own expressions. window: (left, right), the number of keys to
-    either side of i + diagonal that are visible, both ends included; None: no bound. mask: bool, broadcastable to
-    (B, H, Sq, Sk); False hides. sink: (H,) float32; exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32;
-    the number of valid keys per batch entry, clamped to 0 … Sk. Causal, diagonal and `score` then use key_lengths[b] as
-    Sk: with causal=True the last query attends to the last valid key.
+    is subtracted. bias: broadcastable to (B, H, Sq, Sk), float32 or out's dtype; added. score: a `sandbox.Score`, the
+    user's own expressions. window: (left, right); query i attends to keys i + diagonal - left to i + diagonal + right,
+    both included; None: no bound. mask: bool, broadcastable to (B, H, Sq, Sk); False hides. sink: (H,) float32;
+    exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32; the number of valid keys per batch entry,
+    clamped to 0 … Sk. Causal, diagonal and `score` then use key_lengths[b] as Sk: with causal=True the last query
+    attends to the last valid key.
     dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
     are divided by 1 - dropout. seed: determines which elements are dropped (`sandbox.reference.dropout_keep`): an int,
     or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
@@ -77,8 +78,9 @@ def attention_forward(
     a sink, lse is sink[h]. On a GPU the work is queued on the caller's current stream. If `backend` is not that of
     the arrays, they are copied to its device, and the results back.
 
-    Raises UnsupportedProblem naming the unsupported value; TypeError for an unknown keyword argument; SpecError,
-    UnknownKernel, CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
+    Raises UnsupportedProblem naming the unsupported value; SpecError for an invalid value of an option or a tile;
+    TypeError for an unknown keyword argument; UnknownKernel, CompileError, ToolchainMissing, GpuUnavailable,
+    DriverError, LaunchError.
     """
     if options:
         opts, arrays = collect("attention_forward", q, causal, scale, options)
@@ -190,7 +192,8 @@ def attention_paged(
 
     The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query attends to the last
     valid key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with
-    cu_seqlens_q, by default total_q. Without bias and mask, max_seqlen_q has no effect.
+    cu_seqlens_q, by default total_q. Without bias and mask, max_seqlen_q has no effect; without cu_seqlens_q it raises
+    UnsupportedProblem.
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32; with cu_seqlens_q they are
     (total_q, H, Dv) and (H, total_q). It has no gradient. A page number out of range, a key length beyond the table and
@@ -243,9 +246,10 @@ def attention_backward(
     bitwise equal in every call. invariant: that, and the gradients of a batch entry do not depend on other entries.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
-    share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias,
-    sink and lse are available through autograd of `attention` only. Memory in addition to inputs and results: delta,
-    (B, H, Sq) float32; a kernel that accumulates dq with atomics also needs dQ_accum, (B, H, Sq, D) float32.
+    share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias, sink and lse are
+    available through autograd of `attention` only. Memory in addition to inputs and results: delta, (B, H, Sq) float32;
+    kernels that accumulate dQ in global memory also need about B * H * Sq * D floats, with Sq and D rounded up; and
+    bwd_wgmma_split_group stores dK and dV per query head.
 
     Raises the exceptions of `attention_forward`.
     """
