@@ -1,6 +1,7 @@
 """The exceptions of this package.
 
-Every message names the call, the offending value and an alternative. Library code raises; only `cli` prints and exits.
+A message states what is not supported, the value, the reason and the alternative. Library code raises; only `cli`
+prints and exits.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ class SandboxError(Exception):
 
 
 class UnsupportedProblem(SandboxError, ValueError):
-    """The arguments do not make an attention call that the kernel (or any kernel) can take."""
+    """Arguments that the named kernel, or any kernel, does not support."""
 
 
 class SpecError(SandboxError, ValueError):
-    """A kernel's spec, a tile or a problem contradicts itself."""
+    """A spec or another file of the user has an error; or a tile, a problem or an option has an invalid value, or
+    values that contradict each other."""
 
 
 class UnknownKernel(SandboxError, LookupError):
@@ -31,11 +33,12 @@ class HistoryError(SandboxError, LookupError):
 
 
 class ToolchainMissing(SandboxError, RuntimeError):
-    """NVRTC, the CUDA headers or a host compiler is missing or does not fit; the message says how to get it."""
+    """A compiler, CUDA headers, an NVIDIA tool or an optional Python package is missing, fails, or has an unsuitable
+    version. The message says what to install, or has the output of the tool."""
 
 
 class GpuUnavailable(SandboxError, RuntimeError):
-    """No usable GPU: no driver, no device, or a driver too old; the message says which."""
+    """No usable GPU: the message gives the reason, such as no driver, no device, or a driver that does not start."""
 
 
 class CompileError(SandboxError, RuntimeError):
@@ -67,4 +70,5 @@ class DriverError(SandboxError, RuntimeError):
 
 
 class LaunchError(SandboxError, RuntimeError):
-    """A kernel misbehaved on the CPU backend: a barrier not reached, mismatched warp collectives, a trap."""
+    """A kernel failed on the CPU backend: a barrier or warp collective that some threads do not reach, or a trap. Also
+    invalid offsets, lengths or page numbers in host arrays, which are found before the launch."""
