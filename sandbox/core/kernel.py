@@ -54,7 +54,8 @@ INVARIANCES = {  # what may change while the bits of a row stay the same (`Kerne
     "cluster": "blocks per cluster: CLUSTER of the tile",
     "strides": "strides and alignment of the tensors",
 }
-# Of a forward kernel without splits that computes a row alone, its keys in the same order wherever they are.
+# `invariant_to` of a forward kernel without splits in which the bits of a row do not depend on other rows, nor on where
+# its keys are stored.
 ROW_INDEPENDENT = tuple(name for name in INVARIANCES if name not in ("SMs", "splits", "cluster"))
 
 
@@ -97,8 +98,8 @@ class Entry:
 class Kernel(Entry):
     """A kernel: its main entry point and everything that Python knows about it.
 
-    `then`: further entry points of the same `.cu`, launched after it in order, on the same tensors with the same tile.
-    `source` is filled in by the registry: the `.cu` beside the spec.
+    `then`: further entry points of the same `.cu`, on the same tensors with the same tile; launched in this order after
+    the main one, unless they have `launch_first`. `source` is filled in by the registry: the `.cu` beside the spec.
     """
 
     computes: Operation | Literal["block_map", "forward", "preprocess", "backward"]
@@ -112,8 +113,9 @@ class Kernel(Entry):
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # additional, if kernels share a `.cu`
     scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
-    """{name: (elements of 4 bytes, how many of the first must be zero)} of scratch: of an operation's kernel all
-    scratch, of an attention kernel that whose size `SCRATCH` does not give."""
+    """{name: (elements of 4 bytes, how many of the first must be zero)}. A custom operation's kernel lists all its
+    scratch, an attention kernel only scratch whose size or zeroed part differs from that in `SCRATCH` of
+    launch/arguments.py."""
     zeroed: tuple[str, ...] = ()  # outputs of an operation that must be zero before the launch, such as sums by atomics
     maps: Mapping[str, BoxRows] = field(default_factory=dict, hash=False)  # tensor maps of an operation's matrices
     default: bool = False  # True: `attention` may choose it; else it is chosen by name only
@@ -135,9 +137,10 @@ class Kernel(Entry):
     latent: bool = False  # True: it takes latent attention only (`Problem.latent`): it reads v from k
     supports: Callable[[Problem, Arch | None], str | None] = lambda problem, arch: None
     check_tile: Callable[[Problem, Tile, Arch | None], str | None] = lambda problem, tile, arch: None
-    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # the tile with the smallest is tried first
+    rank: Callable[[Problem, Tile], float] = lambda problem, tile: 0  # the tile with the smallest rank is tried first
     short_sequences: str = ""
-    """The kernel that computes the short sequences of a ragged batch over pages in the same launch; "": this one."""
+    """Name of the kernel that computes the short sequences of a ragged batch over pages in the same launch; "": this
+    kernel computes them."""
     preference: int = 0  # among kernels of one rung: `attention` tries the largest first
     first_for: Callable[[Problem], bool] = lambda problem: False
     """Problems for which it is faster than higher rungs, as measured: `attention` tries it before them."""
@@ -218,7 +221,8 @@ class Kernel(Entry):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every entry point, in launch order, except those with `launch_first`."""
+        """The main entry point, then those in `then`, in this order. Entries with `launch_first` are launched before
+        the others."""
         return (self, *self.then)
 
     def entry(self, name: str) -> Entry:
@@ -250,8 +254,8 @@ class Kernel(Entry):
             )
         if problem.float8_keys and arch is not None and arch < FLOAT8_ARCH:
             return (
-                f"{self.name}: {problem.dtype_of('K')} needs compute capability 8.9 or later, which supports it; "
-                f"this is {arch[0]}.{arch[1]}: convert q, k and v to bfloat16 and multiply them by their descale"
+                f"{self.name}: {problem.dtype_of('K')} is not supported on compute capability {arch[0]}.{arch[1]}: it "
+                "needs 8.9 or later; convert q, k and v to bfloat16 and multiply them by their descale"
             )
         if problem.ragged and not self.ragged:
             other = f", or use {self._relative('mma_fp8' if problem.float8 else 'mma')}" if self._replaceable else ""
@@ -302,7 +306,7 @@ class Kernel(Entry):
         return " (latent attention with v=k[..., :Dv]: 576)" if self.computes == "forward" else ""
 
     def adapted(self, problem: Problem) -> Problem:
-        """A general problem for test cases, as the kernel takes it: with v as a view of k if it must be."""
+        """`problem` for this kernel: with v as a view of k if the kernel supports latent attention only."""
         if not self.latent or problem.latent or problem.Dv > problem.D:
             return problem
         return replace(problem, latent=True, Dv=min(problem.Dv, self.max_Dv or self.max_D))

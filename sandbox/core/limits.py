@@ -1,4 +1,4 @@
-"""The largest sizes that kernels can count, and the numbers that float32 can hold."""
+"""The largest numbers of rows, heads and pages, and the largest head dimension, that kernels support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRADIENT_D = 256  # the largest head dimension of a backward kernel
 
 
 def check_sizes(B: int, H: int, Sq: int, Sk: int) -> None:
-    """Raises UnsupportedProblem for numbers of batch entries, heads or rows that kernels cannot count."""
+    """Raises UnsupportedProblem for numbers of batch entries, heads or rows beyond the range of the kernels' int32."""
     for name, rows in (("Sq", Sq), ("Sk", Sk)):
         if rows > MOST_ROWS:
             raise UnsupportedProblem(
@@ -23,6 +23,6 @@ def check_sizes(B: int, H: int, Sq: int, Sk: int) -> None:
 
 
 def check_count(name: str, count: int, why: str) -> None:
-    """Raises UnsupportedProblem for what int32 does not hold."""
+    """Raises UnsupportedProblem for a count beyond int32."""
     if count > MOST_INT32:
         raise UnsupportedProblem(f"{name} = {count} is not supported: {why}, at most 2^31 - 1; split the batch")

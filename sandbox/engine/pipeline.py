@@ -275,7 +275,7 @@ def _compiled(
 
 @snippets.explaining
 def compile_problem(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> tuple[Compiled, ...]:
-    """Every entry of a kernel, compiled for `problem` and `tile`, in launch order.
+    """Every entry of a kernel, compiled for `problem` and `tile`, in the order of `Kernel.entries`.
 
     Raises CompileError, ToolchainMissing; SpecError if the spec's `block` exceeds the __launch_bounds__.
     """

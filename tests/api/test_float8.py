@@ -193,7 +193,7 @@ def test_refusals() -> None:
         sandbox.attention(q.float(), k.float(), v, descale=one)
     with pytest.raises(SpecError, match=r"out_dtype='int8' is not supported with dtype='float8_e4m3'"):
         sandbox.attention(q, k, v, descale=one, out_dtype="int8")
-    with pytest.raises(UnsupportedProblem, match=r"needs compute capability 8.9 or later.*this is 8.0: convert"):
+    with pytest.raises(UnsupportedProblem, match=r"not supported on compute capability 8.0: it needs 8.9 or later"):
         choose.choose_kernel(Problem(1, 1, 8, 8, 64, dtype="float8_e4m3"), "forward", (8, 0))
 
 
