@@ -2,7 +2,7 @@
 
 "sandbox::attention_forward" and "sandbox::attention_backward" have no options but causal and scale.
 "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option with a
-gradient, a list of all other tensors, and a JSON string with their names and with all other score options.
+gradient, a list of all other tensors, and a JSON string with their names and with all other options.
 
 All have fake implementations, which return shapes and strides without computing, and gradients: the gradient of a
 backward raises UnsupportedProblem. The first two have rules for torch.func.vmap, which merge the mapped dimension into

@@ -219,7 +219,7 @@ def _with_keys_in_rows(problem: Problem) -> Problem:
 def expectation(
     problem: Problem, inputs: tuple[Any, ...], computes: str, option_tensors: BenchInputs | None = None
 ) -> Expectation:
-    """The expected results on these inputs, on sampled rows. `option_tensors`: tensors of the score options."""
+    """The expected results on these inputs, on sampled rows. `option_tensors`: tensors of the options."""
     if problem.ragged:
         own = {name: x for name, x in (option_tensors or {}).items() if name not in ("K", "V", "block_table")}
         return expect_sequences(_with_keys_in_rows(problem), inputs, computes, own)

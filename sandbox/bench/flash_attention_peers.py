@@ -64,8 +64,8 @@ def _paged(
 
 
 def _options(name: str, p: Problem, option_tensors: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Keyword arguments for dropout and the score options other than scale and causal. The default of window_size is
-    the value for no bound. Raises UnsupportedProblem with the options that the function does not have."""
+    """Keyword arguments for the options, without causal and scale. The default of window_size is the value for no
+    bound. Raises UnsupportedProblem with the options that the function does not have."""
     known = signature.parameters
     unbound = (known["window_size"].default or (None,))[0] if "window_size" in known else None
     window = tuple(unbound if n is None else n for n in (p.window[0], 0 if p.causal else p.window[1]))

@@ -1,4 +1,4 @@
-"""Tensors of the score options in a benchmark, and the options of `sandbox.attention` for a problem."""
+"""Tensors of the options in a benchmark, and the arguments of `sandbox.attention` for a problem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BenchInputs = Mapping[str, Any]  # PyTorch tensors, by their names in a spec's `
 
 
 def make_bench_inputs(problem: Problem, like: Any) -> dict[str, Any]:
-    """Tensors of the problem's score options, on the device of `like`, a PyTorch tensor. All sequences of a latent
+    """Tensors of the problem's options, on the device of `like`, a PyTorch tensor. All sequences of a latent
     problem have Sk keys."""
     found = score_inputs(problem) | (offsets_of(problem) if problem.ragged else {})
     if problem.latent and problem.key_lengths:

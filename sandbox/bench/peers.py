@@ -42,8 +42,8 @@ class Ready:
 class Contender:
     """One implementation in a benchmark. `prepare(problem, q, k, v)`, or (problem, q, k, v, dout) for a backward, takes
     PyTorch tensors (B, H or Hk, S, D). It returns a Ready, or raises UnsupportedProblem with the reason. For a problem
-    with score options it also receives the keyword `option_tensors`: their tensors by name. `kernel` is the name of our
-    kernel, "" for a peer."""
+    that is not `plain` it also receives the keyword `option_tensors`: the tensors of its options, by name. `kernel` is
+    the name of our kernel, "" for a peer."""
 
     name: str
     prepare: Callable[..., Ready]

@@ -145,12 +145,13 @@ def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
 
 
 _FLAGS = {(option.flag_name or option.name).replace("_", "-"): option.flag for option in SHOWN if option.flag}
-Scored = Mapping[str, Any]  # values of the score options, by name
+Scored = Mapping[str, Any]  # {name of a flag: value} of the options of a problem (core/options.py)
 SCORE_NAMES = tuple(_FLAGS)
 
 
 def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the score options. The command receives them as one argument `scored`, for `problem_of`."""
+    """Adds a flag for each option of a problem (core/options.py). The command receives their values as one argument
+    `scored`, for `problem_of`."""
 
     @functools.wraps(command)
     def gathered(*args: Any, **given: Any) -> Any:
@@ -163,8 +164,8 @@ def score_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str | None, scored: Scored) -> Problem:
-    """The problem of these kernels that --shape, --dtype, --causal and the score options describe. If all take latent
-    attention only, it is latent."""
+    """The problem of these kernels that --shape, --dtype, --causal and the options in `scored` describe. If all take
+    latent attention only, it is latent."""
     custom = [kernel for kernel in kernels if kernel.custom]
     if not custom:
         problem = problem_of(shape, dtype, causal, scored)
@@ -201,7 +202,7 @@ def of_attention(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def problem_of(shape: str, dtype: str, causal: str | None, scored: Scored) -> Problem:
-    """The problem of attention that --shape, --dtype, --causal and the score options describe."""
+    """The problem of attention that --shape, --dtype, --causal and the options in `scored` describe."""
     options = {name.replace("-", "_"): value for name, value in scored.items() if value}
     if "window" in options:
         window = options["window"]

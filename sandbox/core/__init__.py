@@ -1,4 +1,4 @@
-"""Problem, tile, kernel and registry, score options, errors, logging, JSON lines."""
+"""Problem, tile, kernel and registry, options of a problem, errors, logging, JSON lines."""
 
 __all__ = [
     "block_map",

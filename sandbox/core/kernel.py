@@ -339,7 +339,7 @@ class Kernel(Entry):
         return "VO" if problem.float8 else "KV" if problem.kv_dtype else ""
 
     def defines(self, problem: Problem, tile: Tile) -> dict[str, int]:
-        """The macros for geometry, dtype and score options of the `.cu`, the same for all its entries.
+        """The macros for geometry, dtypes and options of the `.cu`, the same for all its entries.
 
         SMEM_BYTES is the shared memory of the main entry, NAME; that of a further entry, NAME_dq, is SMEM_BYTES_DQ.
         """

@@ -1,8 +1,9 @@
-"""The score options, one row each: everything about an option except its arithmetic.
+"""The options of a problem, one row each: everything about an option except its arithmetic.
 
-The arithmetic is in kernels_cu/include/score_mod.cuh and mask.cuh, and in sandbox/reference/score.py. Macros and the
-fields of the argument `score` follow from the table: an option that is not used has neither. `Score` of score.cuh
-declares the fields in the same order.
+Score options (VOCABULARY.md), and those for ragged batches, pages, float8 and `invariant`; also `seed` and `block_map`,
+which belong to dropout and masks. The arithmetic is in kernels_cu/include/score_mod.cuh and mask.cuh, and in
+sandbox/reference/score.py. Macros and the fields of the kernel argument `score` follow from the table: an option that
+is not used has neither. `Score` of score.cuh declares the fields in the same order.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Array(NamedTuple):
     draw: Callable[[Any, Problem], Any]
     dtype: str = ""  # "": that of out, or float32
     broadcast: bool = False  # True: dimensions may be 1, and leading ones missing
-    shape_is_field: bool = True  # the Problem field is the array's shape; False: whether there is one
+    shape_is_field: bool = True  # the Problem field is the array's shape; False: it is True if there is an array
     argument: str = ""  # its name in a spec's `args`, if it is not the option's
 
     def shapes(self, sizes: Sizes) -> tuple[tuple[int | None, ...], ...]:
@@ -80,7 +81,7 @@ class Array(NamedTuple):
         )  # fmt: skip
 
     def required(self, sizes: Sizes) -> str:
-        """What `shapes` are, as the end of a sentence: "must …"."""
+        """The text after "must" in a message: be one of `shapes`, or broadcast to it."""
         symbols = dict(zip("bhij", ("B", "H", "Sq", "Sk"), strict=True))
         texts = []
         for shape in self.shapes(sizes):
@@ -104,7 +105,8 @@ class Option:
         numbers: tuple[Number, ...] = (),
         tensors: Callable[[Problem], Iterator[ScoreTensor]] | None = None,  # None: its `array`
         array: Array | None = None,
-        # (name, value) -> the normalised value; raises SpecError. None: callers pass an array, or other fields.
+        # (name, value) -> the normalised value; raises SpecError. None: `array` describes the option, or other fields
+        # of Problem determine it, or Problem validates it itself (ragged, page_size, kv_dtype, descale).
         check: Callable[[str, Any], Any] | None = None,
         gradient: bool = False,
         flag: Mapping[str, Any] | None = None,  # arguments of click.option; None: no flag
@@ -404,7 +406,8 @@ BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 # Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
-# Options that are the same for all heads of a group and for the query of a decoded token.
+# Options that depend neither on the query head nor on the query row: with no others, the query heads of a group can be
+# computed as query rows of one head if Sq is 1 (packed GQA).
 SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 SHOWN = tuple(
@@ -438,7 +441,7 @@ def check_products(scale: float, softcap: float, descale: Sequence[float]) -> No
 
 
 def macros(problem: Problem) -> dict[str, int]:
-    """The macros that the score options of a problem define."""
+    """The macros that the options of a problem define."""
     found = {option.macro: int(option.level(problem)) for option in OPTIONS if option.macro}
     used = {name: value for name, value in found.items() if value}
     if used:
@@ -464,7 +467,7 @@ def score_numbers(problem: Problem) -> dict[str, Any]:
 
 
 def score_tensors(problem: Problem) -> Iterator[ScoreTensor]:
-    """The tensors that a problem's score reads, in the order of their fields."""
+    """The tensors in the argument `score`, in the order of their fields."""
     for option in OPTIONS:
         yield from option.tensors_of(problem)
 

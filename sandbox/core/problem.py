@@ -202,7 +202,7 @@ class Problem:
     @property
     def tuning_class(self) -> str:
         """The class of problems that share a tuned tile: D, dtype, causal, and Sq, Sk and B * H, each rounded up to a
-        power of two. Dv, score options, ragged and pages do not count."""
+        power of two. Dv and options do not count."""
         Sq, Sk, heads = (1 << max(n - 1, 0).bit_length() for n in (self.Sq, self.Sk, self.B * self.H))
         mask = f" {self.causal}" if self.causal else ""
         return f"D{self.D} {self.dtype}{mask} Sq<={Sq} Sk<={Sk} heads<={heads}"
@@ -287,7 +287,7 @@ class Problem:
 
     @cached_property
     def options(self) -> frozenset[str]:
-        """The names of the score options that are set, other than scale and causal: of rows of core/options.py.
+        """The names of the options in core/options.py that are set, without seed and block_map.
 
         A rule for some options lists those that it allows, such as `p.options <= {"window", "sink"}`: a new option is
         then rejected until it is listed."""
@@ -300,7 +300,8 @@ class Problem:
 
     @property
     def plain(self) -> bool:
-        """Whether there are no score options other than scale and causal, and Dv is D."""
+        """Whether Dv is D, v and o have their default dtypes, and no option of core/options.py except `invariant` is
+        set."""
         others = (name for name in _ABSENT if name not in ("Dv", "latent", "part", "invariant"))
         return self.Dv == self.D and all(getattr(self, name) == _ABSENT[name] for name in others)
 
@@ -322,8 +323,8 @@ class Problem:
 
     @property
     def bounds(self) -> Window:
-        """(left, right) of causal and window together: query i sees keys i + diagonal - left to i + diagonal +
-        right."""
+        """(left, right) of causal and window together: query i sees keys i + diagonal - left to i + diagonal + right.
+        None: no bound."""
         left, right = self.window
         return left, (0 if right is None else min(right, 0)) if self.causal else right
 
@@ -377,11 +378,11 @@ class Problem:
         return " ".join((widths, of, *mask, *latent, *self._options()))
 
     def _options(self) -> Iterator[str]:
-        """The score options that are set, by their names on the command line."""
+        """The options that are set, as text."""
         yield from filter(None, (option.text(self) for option in SHOWN))
 
 
-# The fields from Dv on, with their defaults: what an option is if it is not set.
+# The fields from Dv on, with their defaults: the values of options that are not set.
 _ABSENT = {f.name: f.default for f in dataclasses.fields(Problem)[list(Problem.__dataclass_fields__).index("Dv") :]}
 
 

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """The score options besides scale and causal; NumPy arrays of any float dtype."""
+    """Score options, seed, descale and part, without scale and causal; NumPy arrays of any float dtype."""
 
     window: tuple[int | None, int | None] | None  # keys to the left, to the right of i + diagonal; None: no bound
     softcap: float  # 0: none

@@ -205,7 +205,7 @@ def _dlse(q: Array, k: Array, v: Array) -> None:
 
 
 def _hidden(q: Array, k: Array, v: Array) -> None:
-    """NaN in all elements that masks hide. They depend on the score options: `inputs_of` writes them."""
+    """NaN in all elements that masks hide. They depend on the options: `inputs_of` writes them."""
 
 
 def _nan_query(q: Array, k: Array, v: Array) -> None:
@@ -318,7 +318,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 def inputs_of(computes: str, case: Case) -> dict[str, Array]:
     """Inputs of a case for kernels that compute `computes`, by the names in a spec's `args`: Q, K, V, the tensors of
-    the score options, and what only a backward needs.
+    the options, and what only a backward needs.
 
     A backward needs a standard normal dO (with NaN or inf in one row if the case has such inputs), and O and LSE. The
     latter come from the reference, rounded, so that errors of a forward kernel have no influence. dO and O have the

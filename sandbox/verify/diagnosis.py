@@ -59,7 +59,7 @@ class Diagnosis:
 
 
 def supported(kernel: Kernel, p: Problem) -> bool:
-    """Whether a wrong result of this kernel can be examined: a forward without score options on dense batches."""
+    """Whether a wrong result of this kernel can be examined: a forward of a dense batch without options."""
     return kernel.computes == "forward" and p.plain and p.Dv == p.D and not (p.ragged or p.page_size or p.float8)
 
 

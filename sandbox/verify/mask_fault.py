@@ -22,8 +22,8 @@ def explain(
     inputs: Mapping[str, Array],
 ) -> str:  # fmt: skip
     """Of `got`, O (B, H, Sq, Dv) or LSE (B, H, Sq), wrong where `bad`: what is wrong with the mask of head (b, h), ""
-    if no mask that is tried explains it. `inputs`: Q, K, V and the tensors of the score options, by their
-    names in a spec's `args`."""
+    if no mask that is tried explains it. `inputs`: Q, K, V and the tensors of the options, by their names in a
+    spec's `args`."""
     aligned = problem.causal == "bottom-right" or not (problem.alibi or problem.window != (None, None))
     if name not in ("O", "LSE") or not problem.causal or problem.ragged or problem.page_size or not aligned:
         return ""

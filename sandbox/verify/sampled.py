@@ -87,7 +87,7 @@ def expect(
     number: int = 0,
 ) -> Expected:
     """Reference and bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv), on any
-    device. `option_tensors`: tensors of the score options, by their names in a spec's `args`. `number`: index of the
+    device. `option_tensors`: tensors of the options, by their names in a spec's `args`. `number`: index of the
     first batch entry.
 
     The sample always contains the first and last head, and the first and last rows.

@@ -1,4 +1,4 @@
-"""Test inputs for score options, and test problems with each option."""
+"""Test inputs for options, and test problems with each option."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def option_cases(kernel: Kernel, problem: Callable[..., Problem]) -> Iterator[tu
 
 
 def score_inputs(p: Problem, seed: int = 0) -> dict[str, Array]:
-    """The tensors of the problem's score options, by their names in a spec's `args`.
+    """The tensors of the problem's options, by their names in a spec's `args`.
 
     A mask hides some rows and keys completely. With several batch entries, one has key length 0. The tensors of a
     `Score` are its own; for a Score without data, they are random numbers that are valid as indices or booleans.
@@ -136,8 +136,8 @@ def _drawn(like: TensorLike, rng: np.random.Generator) -> Array:
 
 
 def option_values(p: Problem, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The score options of the problem, as `sandbox.attention` and `sandbox.reference` take them. `tensors`: by their
-    names in a spec's `args`."""
+    """causal, scale and the problem's options, as `sandbox.attention` and `sandbox.reference` take them. `tensors`: by
+    their names in a spec's `args`."""
     found = {option.name: getattr(p, option.name) for option in SHOWN if option.check and option.name in p.options}
     found |= {name: tensors[BY_NAME[name].argument] for name in ARRAYS if BY_NAME[name].argument in tensors}
     if p.float8_keys:
