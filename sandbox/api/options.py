@@ -126,7 +126,8 @@ def basic_options(
     causal: Any = False, scale: Any = None, kernel: Any = None, tile: Any = None, backend: Any = None,
     deterministic: bool = False,
 ) -> Options:  # fmt: skip
-    """`Options` of these fields alone, in half the time of its constructor: every call makes one."""
+    """`Options` of these fields alone, in half the time of its constructor: for calls without keywords other than
+    kernel, tile and backend."""
     return _new(Options, (causal, scale, kernel, tile, backend, deterministic) + _DEFAULT_REST)  # noqa: RUF005  # faster
 
 
@@ -316,7 +317,8 @@ def ragged(
 ) -> tuple[Options, tuple[Any, ...]]:
     """`options` and `arrays`, with the cu_seqlens of a ragged batch: of q and k, or of q alone with pages. `max_seqlen`
     is kept only with a bias or a mask, whose last two dimensions it gives: otherwise calls that differ only in
-    `max_seqlen` would need different plans. Raises SpecError for a number that is not an integer >= 0."""
+    `max_seqlen` would need different plans. Raises SpecError for a negative int, and with a bias or a mask for any
+    value that is not an integer >= 0."""
     for which, n in zip("qk", max_seqlen, strict=True):
         if type(n) is int and n < 0:
             integer(f"max_seqlen_{which}", n, 0)  # raises

@@ -20,7 +20,7 @@ from ..core.score import BLOCK_MAP
 from ..core.tile import Tile
 from ..engine import choose, pipeline
 from ..engine.staging import Staged
-from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
+from ..launch.dlpack import HOST, ArrayView, Device, Library, UnsupportedDtype, dense_strides, library_of
 from .options import DESCALE, Options
 from .validate import DTYPES, argument_name, check_contents, problem_of, unreadable
 
@@ -32,6 +32,7 @@ _TENSORS = {  # {name in the public functions: name in the specs}, where they di
 }  # fmt: skip
 
 
+# {array: the dtypes that it may have, as text}, of arrays that cannot have all dtypes of q
 _DTYPES = DTYPES | {"bias": "float32, or the dtype of out"} | dict.fromkeys((*DESCALE, "lse", "dlse"), "float32")
 
 
@@ -120,11 +121,10 @@ def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, di
 def _view(library: Library, name: str, shown: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
-    except UnsupportedProblem as refusal:
-        what, converted, _ = str(refusal).partition(": convert to")  # the dtypes of q
-        if name not in _DTYPES or not converted:
-            raise UnsupportedProblem(f"{shown}: {refusal}") from None
-        raise UnsupportedProblem(f"{shown} must be {_DTYPES[name]}: {what}") from None
+    except UnsupportedProblem as error:
+        if name in _DTYPES and isinstance(error, UnsupportedDtype):  # its message lists the dtypes of q, k and v
+            raise UnsupportedProblem(f"{shown} must be {_DTYPES[name]}: {error.reason}") from None
+        raise UnsupportedProblem(f"{shown}: {error}") from None
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to allocate
@@ -193,8 +193,8 @@ def _plan(
 
 def _packable(p: Problem, views: Mapping[str, ArrayView]) -> bool:
     """Whether the heads of a group are passed as queries of one head, so that each key is read once for all of them
-    (packed GQA): with `invariant`, one query, and options that do not depend on its head or place. Kernels for
-    decoding pack them by themselves."""
+    (packed GQA): with `invariant`, one query, and options that do not depend on its head or row. Kernels for decoding
+    pack them by themselves."""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     return p.invariant and p.Sq == 1 and p.group > 1 and alike and not p.ragged and views["q"].strides[1] > 0
 

@@ -121,7 +121,9 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}  # no j: bits beyond its Sk are 0
+    # {size: the names in the mask with which the map depends on it}. Sk: any name, so always: the map's bits beyond the
+    # Sk for which it was made are 0.
+    used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
             raise UnsupportedProblem(

@@ -37,6 +37,7 @@ __all__ = [
     "ArrayView",
     "Device",
     "Library",
+    "UnsupportedDtype",
     "dense_strides",
     "layout",
     "library_of",
@@ -46,10 +47,19 @@ __all__ = [
 ]
 
 
+class UnsupportedDtype(UnsupportedProblem):
+    """The dtype of an array is not supported. The message lists the dtypes of q, k and v; `reason` is the message
+    without them, for arrays of other dtypes."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"{reason}: convert to one of {DTYPE_NAMES}")
+        self.reason = reason
+
+
 def _dtype(name: str, library: str) -> str:
     name = _WORDS.get(name, name)
     if name not in SIZES:
-        raise UnsupportedProblem(f"dtype {name} ({library}) is not supported: convert to one of {DTYPE_NAMES}")
+        raise UnsupportedDtype(f"dtype {name} ({library}) is not supported")
     return name
 
 
