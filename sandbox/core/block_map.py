@@ -1,4 +1,4 @@
-"""How large the block map of a problem is (kernels_cu/include/block_map.cuh), and for which problem one was made."""
+"""The size of a problem's block map (kernels_cu/include/block_map.cuh), and the sizes for which a map was made."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _made: dict[int, tuple[weakref.ref[Any], Sizes]] = {}  # by the id of a map that
 
 
 def remember(blocks: Any, sizes: Sizes) -> None:
-    """Keeps for which (B, H, Sq, Sk) `blocks` was made, as long as that very object is alive: its shape is rounded up
-    to tiles. Arrays of libraries without weak references are not remembered."""
+    """Stores the (B, H, Sq, Sk) for which `blocks` was made, while this object is alive. Its shape does not give them:
+    it is rounded up to tiles. Arrays of libraries without weak references are not stored."""
     key = id(blocks)
     try:
         _made[key] = weakref.ref(blocks, lambda _: _made.pop(key, None)), sizes
@@ -28,31 +28,32 @@ def remember(blocks: Any, sizes: Sizes) -> None:
 
 
 def sizes_of(blocks: Any) -> Sizes | None:
-    """(B, H, Sq, Sk) that `blocks` was made for; None of a copy, and of a map made by hand."""
+    """(B, H, Sq, Sk) for which `blocks` was made; None for a copy, and for a map that `remember` did not store."""
     found = _made.get(id(blocks))
     return found[1] if found is not None and found[0]() is blocks else None
 
 
 def words_for(p: Problem) -> int:
-    """Words per row for one bit per 16 keys, a multiple of 4."""
+    """Words of a row of the map with one bit per 16 keys, rounded up to a multiple of 4."""
     return 4 * cdiv(p.Sk, 4 * WORD_KEYS)
 
 
 def by_pair(p: Problem) -> bool:
-    """Whether the map has a bit for each pair, too: of a mask alone, in an eighth of its bytes at most. A condition may
-    have no tensor at all, and a bit for each of its pairs would take unexpected memory."""
+    """Whether the map also has one bit per (query, key): only for `mask` without a mask in `score`. `mask` itself has
+    one byte per pair, unless it broadcasts. A Score's mask may have no tensor: a bit per pair would take memory that
+    the caller does not expect."""
     return len(p.mask) == 4 and p.mask[3] > 1 and not (p.score and p.score.hides)
 
 
 def shape_for(p: Problem) -> tuple[int, int, int, int]:
-    """(B, H, rows of 64 queries, words), each of B, H and rows 1 where neither mask nor condition varies along it;
-    zeros where there is neither, and of a ragged or paged batch. Words: `words_for` for each of two kinds, then by_pair
-    64 rows of a bit for each key."""
+    """(B, H, rows of 64 queries, words). B, H or rows is 1 if neither `mask` nor the mask of `score` varies along it.
+    Zeros if there is neither, and for a ragged or paged batch. Words: `words_for` of bits SOME_VISIBLE, as many of
+    FULLY_VISIBLE, and if `by_pair` 64 rows of one bit per key."""
     named = p.score.named_by_mask if p.score and p.score.hides else set()
     if p.ragged or p.page_size or not (p.mask or named):
         return 0, 0, 0, 0
     varies = [n > 1 for n in p.mask[:3]] or [False] * 3
-    varies[0] |= "b" in named or (p.key_lengths and bool(named))  # whose Sk is each entry's own
+    varies[0] |= "b" in named or (p.key_lengths and bool(named))  # with key_lengths, Sk depends on b
     varies[1] |= "h" in named
     varies[2] |= "i" in named
     sizes = p.B, p.H, cdiv(p.Sq, ROWS)

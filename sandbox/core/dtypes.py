@@ -1,4 +1,4 @@
-"""Dtypes of Q, K, V and O, and by what numbers those of 8 bits are to be multiplied."""
+"""Dtypes of Q, K, V and O, and the descale factors of float8."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from .normalise import number
 
 FLOAT8 = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}  # the largest number of each
 OF_16_BITS = ("float16", "bfloat16")
-ITEMSIZE = {"float32": 4, **dict.fromkeys(OF_16_BITS, 2), **dict.fromkeys(FLOAT8, 1)}  # bytes an element
+ITEMSIZE = {"float32": 4, **dict.fromkeys(OF_16_BITS, 2), **dict.fromkeys(FLOAT8, 1)}  # bytes per element
 FLOAT8_ARCH = (8, 9)  # the first compute capability whose tensor cores multiply float8
 
 Descale = tuple[float | tuple[int, ...], ...]  # of q, k and v: a number, or the shape of a tensor of numbers
 
 
 def normalise_dtype(name: str, dtype: str) -> str:
-    """`dtype` by the word that it has here; "fn" in other people's word says that it has no infinity. Raises
-    SpecError."""
+    """This project's name of a dtype: PyTorch's "float8_e4m3fn" is "float8_e4m3" here. Raises SpecError."""
     found = "float8_e4m3" if dtype == "float8_e4m3fn" else dtype
     if found not in ITEMSIZE:
         raise SpecError(f"{name}={dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
@@ -26,7 +25,7 @@ def normalise_dtype(name: str, dtype: str) -> str:
 
 
 def normalise(dtype: str, kv_dtype: str, v_dtype: str, out_dtype: str) -> dict[str, str]:
-    """The four fields of a Problem. Raises SpecError for what no kernel takes."""
+    """The four fields of a Problem, "" for a default. Raises SpecError for a combination that no kernel supports."""
     dtype = normalise_dtype("dtype", dtype)
     kv_dtype = _normalise_kv_dtype(dtype, kv_dtype)
     v_dtype, out_dtype = _normalise_v_dtype(kv_dtype or dtype, v_dtype), _normalise_out_dtype(dtype, out_dtype)
@@ -34,7 +33,7 @@ def normalise(dtype: str, kv_dtype: str, v_dtype: str, out_dtype: str) -> dict[s
 
 
 def _normalise_kv_dtype(dtype: str, kv_dtype: str) -> str:
-    """ "" if k and v have q's dtype. Raises SpecError for a mixture that no kernel takes."""
+    """ "" if k and v have q's dtype, which is `dtype`."""
     if not kv_dtype or (found := normalise_dtype("kv_dtype", kv_dtype)) == dtype:
         return ""
     if dtype not in OF_16_BITS or found not in FLOAT8:
@@ -46,7 +45,7 @@ def _normalise_kv_dtype(dtype: str, kv_dtype: str) -> str:
 
 
 def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
-    """ "" where v is as k, whose dtype is `dtype`. Raises SpecError for a mixture that no kernel takes."""
+    """ "" if v has k's dtype, which is `dtype`."""
     if not v_dtype or (found := normalise_dtype("v_dtype", v_dtype)) == dtype:
         return ""
     if dtype not in FLOAT8 or found not in FLOAT8:
@@ -55,11 +54,12 @@ def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
 
 
 def default_out_dtype(dtype: str) -> str:
+    """The dtype of out for q of this dtype."""
     return "bfloat16" if dtype in FLOAT8 else dtype
 
 
 def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
-    """ "" where it is what out has by itself: q's, bfloat16 of float8. Raises SpecError."""
+    """ "" if it is the default out dtype."""
     if not out_dtype or out_dtype == default_out_dtype(dtype):
         return ""
     if dtype not in FLOAT8 or out_dtype not in ("float32", *OF_16_BITS):
@@ -69,8 +69,8 @@ def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
 
 
 def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Descale:
-    """() where every number is 1; `dtype` is that of k. Raises SpecError for what is no triple, and for a dtype that
-    takes none."""
+    """() if all three factors are 1. `dtype`: k's. Raises SpecError if `descale` does not have three elements or k is
+    not float8."""
     if not descale:
         return ()
     if dtype not in FLOAT8:
@@ -92,7 +92,8 @@ def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Desc
 
 
 def described(dtype: str, kv_dtype: str, v_dtype: str, out_dtype: str) -> str:
-    """For people: what differs from what it would be unless said stands behind."""
+    """The dtypes as text, such as "float16 kv=float8_e4m3" or "float8_e4m3/float8_e5m2->float32": q's, then kv_dtype,
+    v_dtype and out_dtype where they are set."""
     keys = kv_dtype and f" kv={kv_dtype}"
     return f"{dtype}{keys}{v_dtype and '/' + v_dtype}{out_dtype and '->' + out_dtype}"
 

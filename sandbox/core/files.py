@@ -1,4 +1,4 @@
-"""Python files that people write for us, and what is wrong with one, in a sentence."""
+"""Runs a user's Python file (a spec, a Score, peers), and turns its exceptions into SpecError with the line."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .errors import SandboxError, SpecError
 
 
 def names_of(path: str | Path) -> dict[str, Any]:
-    """What a Python file defines. Raises SpecError with the line of its mistake."""
+    """The globals of a Python file after it has run. Raises SpecError with the line of its error."""
     with mistakes_of(path, str(path)):
         return runpy.run_path(str(path))
 
 
 @contextlib.contextmanager
 def mistakes_of(path: str | Path, named: str) -> Iterator[None]:
-    """Whatever a user's file raises while it is executed, and a call of `exit`, becomes SpecError with its line; the
-    message calls the file `named`."""
+    """Raises SpecError, with the line, for every exception of a user's file that is executed, and for a call of `exit`.
+    `named`: the file's name in the message."""
     try:
         with _stdin_stays_open():
             yield
@@ -58,7 +58,7 @@ def mistake(error: BaseException, path: str | Path) -> str:
 
 
 _swapping, _users = threading.Lock(), 0
-_quitters: dict[str, Any] = {}  # those of `site`, while files are executed
+_quitters: dict[str, Any] = {}  # `exit` and `quit` of `site`, while files are executed
 
 
 @contextlib.contextmanager

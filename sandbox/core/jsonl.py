@@ -1,7 +1,7 @@
 """Files of JSON lines that several processes add to, any of which may be killed.
 
-A row is one line, added whole while the file is locked. An unfinished line is skipped, and goes when
-the next is added.
+A row is one line, added while the file is locked. An unfinished line is skipped, and removed when the next row is
+added.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def add(file: BinaryIO, row: Mapping[str, Any]) -> None:
-    """Add a row to a file that is `locked`, to stay even if the machine stops. Raises ValueError for NaN."""
+    """Add a row to a file that is `locked`, and flush it to disk (fsync). Raises ValueError for NaN."""
     line = json.dumps(row, allow_nan=False).encode() + b"\n"
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 1, 0))
@@ -43,13 +43,13 @@ def add(file: BinaryIO, row: Mapping[str, Any]) -> None:
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a file that others may be adding to."""
+    """Add a row to a file to which other processes may add rows at the same time."""
     with locked(path) as file:
         add(file, row)
 
 
 def parse(content: bytes) -> list[dict[str, Any]]:
-    """The rows of a file's content, without lines that are not whole."""
+    """The rows of a file's content, without unfinished lines."""
     rows = []
     for line in content.split(b"\n"):
         try:

@@ -1,9 +1,9 @@
 """Logging: `SANDBOX_DEBUG=1…4`, or Python's own logging of the logger "sandbox".
 
-| SANDBOX_DEBUG | says on stderr |
+| SANDBOX_DEBUG | is written to stderr |
 | --- | --- |
 | 1 | which kernel and tile were chosen, and why |
-| 2 | and what is compiled with which options, what the compiler says, what the cache had |
+| 2 | and what is compiled with which options, the compiler's output, what was in the cache |
 | 3 | and every launch: grid, block, shared memory |
 | 4 | and its arguments; sources, PTX and cubins are kept in .sandbox/kept |
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger("sandbox")
 
 
 def configure(knob: str) -> None:
-    """Heed SANDBOX_DEBUG as it is set: "" and "0" are silence, more than 4 is 4, a word is 1."""
+    """Configures the logger for a value of SANDBOX_DEBUG: "" and "0" log nothing, above 4 is 4, other text is 1."""
     level = min(int(knob), 4) if knob.isdecimal() else int(bool(knob))
     if level:
         handler = logging.StreamHandler()

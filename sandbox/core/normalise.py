@@ -1,4 +1,4 @@
-"""Values of a problem as a user writes them -> their normalised form."""
+"""Conversion of a caller's values to the form that `Problem` stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from .errors import SpecError
 
 Causal = Literal[False, "bottom-right", "top-left"]
-Window = tuple[int | None, int | None]  # keys to the left, to the right of a query's own place; None: no bound
+Window = tuple[int | None, int | None]  # visible keys to the left, to the right of key i + diagonal; None: no bound
 
 
 # Numbers from here on round to infinity in float32, in which kernels compute.
@@ -30,7 +30,7 @@ def integer(name: str, value: Any, least: int) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a float. Raises SpecError for what is no number, not finite, or not finite in float32."""
+    """`value` as a float. Raises SpecError if it is not a number, not finite, or not finite in float32."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):  # of an int beyond float64
@@ -45,7 +45,7 @@ def number(name: str, value: Any) -> float:
 
 
 def normalise_causal(causal: bool | str | None) -> Causal:
-    """`causal=` as people write it -> the alignment it names. True is "bottom-right".
+    """The alignment of a caller's `causal`; True is "bottom-right", None is False.
 
     Values equal to True or False (1, 0, np.True_) are accepted: they have the same hash, so a plan lookup cannot tell
     them apart. Raises SpecError for anything else.
@@ -59,7 +59,7 @@ def normalise_causal(causal: bool | str | None) -> Causal:
 
 
 def normalise_window(window: Any, most: int | None = None) -> Window:
-    """`window=` as people write it -> (left, right) of type int or None, each at most `most`. Raises SpecError."""
+    """A caller's `window` as (left, right), each an int of at most `most`, or None. Raises SpecError."""
     if window is None:
         return None, None
     try:

@@ -94,7 +94,7 @@ def add(folder: Path) -> None:
 
 
 def root(kernel: Kernel) -> Path:
-    """The folder below which a kernel's files are named: the project's, or one that SANDBOX_KERNELS names."""
+    """The folder to which stored paths of a kernel's files are relative: the project's, or one of SANDBOX_KERNELS."""
     folder = kernel.source.parent
     return folder if folder in folders()[1:] else FOLDER.parent
 
@@ -123,7 +123,7 @@ def _called(spec: Path) -> str:
 
 
 def _load(spec: Path) -> Mapping[str, Any]:
-    """What a spec defines."""
+    """The globals of a spec."""
     if spec.parent != FOLDER:
         return names_of(spec)
     with mistakes_of(spec, _called(spec)):
@@ -163,7 +163,7 @@ _generation = 0
 
 
 def generation() -> int:
-    """How often `forget` was called: what was made of a kernel in an earlier generation is out of date."""
+    """The number of calls of `forget`. Plans of an earlier generation are out of date."""
     return _generation
 
 

@@ -19,9 +19,9 @@ _NVRTC_FROM = re.compile(rf" at line (?P<line>\d+) of {_EXPRESSION}")
 _ELSEWHERE = re.compile(
     r"^(?P<file>[^\s:(]\S*?)(?::\d+:\d+|\(\d+\)): (?:fatal |catastrophic )?error(?: #\S+)?: (?P<text>.*)"
 )
-# What g++ says of an unknown function in a template, before it says, at another column, that it was not declared.
+# g++'s first error for an unknown function in a template. The second one, "not declared", has another column.
 _UNDECLARED = re.compile(r"there are no arguments to (\S+) that depend on a template parameter.*")
-_DUAL = "Dual"  # our own type, of x and its derivative
+_DUAL = "Dual"  # the type of x with its derivative (include/dual.cuh)
 _TYPES = (
     (re.compile(r"(?:const )?SnippetTensor<[^>]*>"), "tensor without an index"),
     (re.compile(rf"\b{_DUAL}\b"), "score value x"),
@@ -30,7 +30,8 @@ _TYPES = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """One error: `line` and `column` of an expression, from 0 on; None for a column that is not reported."""
+    """An error in the expression `name`, "score" or "mask". `line` and `column` count from 0; `column` is None if the
+    compiler does not report it."""
 
     name: str
     line: int
@@ -39,8 +40,8 @@ class Mistake:
 
 
 def explain(error: CompileError, score: Score) -> str:
-    """What a compiler said of the expressions of `score`: for each mistake its words, the line and the place in it. ""
-    where it says something of other files too, which is not the score's fault."""
+    """A message for the compiler's errors in the expressions of `score`: each with its line and a caret. "" if some
+    error is elsewhere."""
     found = mistakes(error.log, score)
     if not found:
         return ""
@@ -52,7 +53,7 @@ def explain(error: CompileError, score: Score) -> str:
 
 
 def _without_types(text: str) -> str:
-    """A compiler's words, with terms of expressions instead of our own C++ types."""
+    """A compiler's message, with terms of expressions instead of the kernels' C++ types."""
     for pattern, term in _TYPES:
         text = pattern.sub(term, text)
     return text
@@ -77,7 +78,7 @@ def _excerpt(mistake: Mistake, score: Score) -> str:
 
 
 def mistakes(log: str, score: Score) -> list[Mistake]:
-    """The errors of a compiler's log that are an expression's, the first of each place; [] if some are not."""
+    """The errors in a compiler's log, one per line and column, if all are in the expressions of `score`; else []."""
     found: dict[tuple[str, int, int | None], Mistake] = {}
     for mistake in _read(log.splitlines(), score):
         if mistake is None:
@@ -91,8 +92,8 @@ def mistakes(log: str, score: Score) -> list[Mistake]:
 
 
 def _read(lines: list[str], score: Score) -> Iterator[Mistake | None]:
-    """Every error; None for one that is not an expression's."""
-    caller: re.Match[str] | None = None  # the line of an expression that a template was needed for
+    """Each error in the log as a Mistake; None for an error outside the expressions."""
+    caller: re.Match[str] | None = None  # the line of an expression that instantiates the template with the error
     for number, line in enumerate(lines):
         if at := _HOST.match(line):
             yield _mistake(at, at["text"], score, int(at["column"]) - 1)
@@ -116,13 +117,13 @@ def _read(lines: list[str], score: Score) -> Iterator[Mistake | None]:
 def _mistake(at: re.Match[str], text: str, score: Score, column: int | None) -> Mistake:
     lines = getattr(score, at["name"]).splitlines()
     number, text = int(at["line"]) - 1, _UNDECLARED.sub(r"\1 was not declared in this scope", text)
-    if at["after"] or number >= len(lines):  # something is missed where the expression ends
+    if at["after"] or number >= len(lines):  # the expression ends too early
         return Mistake(at["name"], len(lines) - 1, None if column is None else len(lines[-1]), text)
     return Mistake(at["name"], number, None if column is None else column_of(lines[number], column), text)
 
 
 def _block(lines: list[str]) -> list[str]:
-    """What NVRTC says of one error: up to an empty line."""
+    """The lines of one error of NVRTC: up to an empty line."""
     return lines[: lines.index("")] if "" in lines else lines
 
 

@@ -1,4 +1,4 @@
-"""A user's expressions -> the header that a kernel includes, and the host program that evaluates the reference."""
+"""The CUDA header with the expressions of a Score, which kernels and the reference's host program include."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def single(text: str) -> str:
 
 
 def column_of(line: str, column: int) -> int:
-    """Where in a line of an expression stands what has this column, from 0 on, of `single(line)`."""
+    """The column in `line` for a column of `single(line)`, which has inserted "f" suffixes. Both count from 0."""
     added = sum(literal.end() + n < column for n, literal in enumerate(_DOUBLE.finditer(line)))
     return min(column - added, len(line))
 
 
 def header(score: Score) -> str:
-    """`struct Snippet`, as include/score.cuh uses it. Mistakes are reported in files called "score" and "mask", and
-    "score-end" or "mask-end" where an expression ends too early (see core/score_errors.py)."""
+    """`struct Snippet`, as include/score.cuh uses it. #line directives make compilers report errors in files called
+    "score" and "mask", or "score-end" and "mask-end" if an expression ends too early (see core/score_errors.py)."""
     members = "".join(
         f"    SnippetTensor<{_TYPES[like.dtype]}, {len(like.shape)}> {name};\n" for name, like in score.structure[2]
     )

@@ -1,4 +1,4 @@
-"""A line of a source file, as compilers, disassemblers and sanitizers name it, and what stands there."""
+"""A line of a source file, as compilers, disassemblers and sanitizers name it, and its text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SourceLine:
         return f"{Path(self.file).name}:{self.line}"
 
     def text(self) -> str:
-        """What stands there now; "" where it cannot be read."""
+        """The current text of the line; "" if it cannot be read."""
         lines = lines_of(self.file)
         return lines[self.line - 1].strip() if self.line <= len(lines) else ""
 
 
 def lines_of(file: str) -> list[str]:
-    """The lines of a file; [] when it is gone."""
+    """The lines of a file; [] if it does not exist."""
     try:
         return _read(file, os.stat(file).st_mtime_ns)
     except OSError:

@@ -1,4 +1,4 @@
-"""Restrictions that several kernels share, as the sentence that the user reads; None for a supported problem."""
+"""Restrictions that several kernels share: the message for the user, or None for a supported problem."""
 
 from __future__ import annotations
 
