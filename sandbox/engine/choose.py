@@ -62,7 +62,7 @@ def choose_tile(
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
     decisive = deciding(problem, kernel.computes) if kernel.computes == "backward" else problem
     if decisive is not problem:
-        found = None
+        found = None  # a tuned tile depends on the sizes of the batch
     ranks = ranked(kernel, decisive)
     own = dict.fromkeys(
         (_fitted(candidate, multiprocessors) for candidate in ranks),
@@ -95,13 +95,14 @@ def ranked(kernel: Kernel, problem: Problem) -> list[Tile]:
     return sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
 
 
-_SIZE = 4096  # of queries and keys, where a choice must not depend on them
+_SIZE = 4096  # queries and keys of the problem for a choice that must not depend on them
 
 
 def deciding(problem: Problem, computes: object) -> Problem:
-    """The problem from which kernel and tile follow. With `invariant` it has one batch entry, the dtypes, head
-    dimensions and options of `problem`, and of a dense backward also its heads and lengths; in a forward, only the
-    numbers of the tile in `Kernel.invariant_tile` must follow from it. Otherwise `problem` itself."""
+    """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: one
+    batch entry with the same dtypes, head dimensions and options, so that the choice does not depend on the batch; a
+    dense backward keeps heads and lengths. A forward chooses its tile for `problem`: `Kernel.invariant_tile` fixes the
+    numbers of the tile that affect the bits of a row."""
     if not problem.invariant or computes not in ("forward", "backward"):
         return problem
     if computes == "forward" or problem.ragged:
@@ -131,8 +132,8 @@ class Candidate:
 
 
 def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Iterator[Candidate]:
-    """Every kernel of the kind `computes`: first those with `first_for(problem)`, then by rung, highest first. The
-    first candidate with a tile and no reason is selected."""
+    """Every kernel that computes `computes`: first those with `first_for(problem)`, then by rung, highest first, then
+    by `preference`. The first candidate with a tile and no reason is selected."""
     found = [kernel for kernel in reversed(registry.kernels().values()) if kernel.computes == computes]
     for kernel in sorted(found, key=lambda k: (not k.first_for(problem), -k.rung, -k.preference)):
         if deterministic and not kernel.deterministic:
@@ -157,7 +158,7 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None, determinis
     """The first candidate that supports `problem` on `arch`: the highest default rung, unless another kernel is
     `first_for` the problem. `deterministic`: only kernels whose results are bitwise equal in every launch.
 
-    With `problem.invariant`, it follows from `deciding(problem)`.
+    With `problem.invariant`, the first candidate for `deciding(problem)`, among deterministic kernels.
 
     Raises UnsupportedProblem with every kernel's reason.
     """

@@ -32,12 +32,13 @@ CPU = _LAST_WITH_OPTIONS  # the CPU backend uses the tiles of this architecture
 _BITS = {"BIAS": 12, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
 _IGNORED = (
     "SCORE_BYTES",
-    "BLOCK_MAP",
-    "SCORE_SNIPPET",
+    "BLOCK_MAP",  # follows from MASK or SCORE_HIDES
+    "SCORE_SNIPPET",  # a hash; SCORE_CHANGES and SCORE_HIDES replace it
     "SHORT_SEQUENCES",
     "LONG_SEQUENCES",
-)  # every dense mask has a block map
-# Not counted: each option is compiled with causal, and float8 has a descale (8: float8 keys, factors are numbers).
+)
+# Macros of problems without options: `widths_for` does not count them. Every float8 problem has DESCALE=8 (factors that
+# are numbers).
 ALWAYS = {"CAUSAL=1", "DESCALE=8"}
 
 
