@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-SPLIT_KEYS = 2048  # about: a whole number of key tiles
+RANGE_KEYS = 2048  # of a range of keys, about: a whole number of key tiles
 SMEM = 232448  # most shared memory of a block, in bytes
 WIDEST_V = {192: 192, 256: 128}  # by BLOCK_M: the largest Dv whose P V ptxas compiles, at 128 and 96 registers
 
@@ -197,15 +197,15 @@ def invariant_rank(p: Problem, t: Tile) -> float:
     return 8 * (rows != t.BLOCK_M) - t.STAGES
 
 
-def split_tiles(t: Tile) -> int:
-    """SPLIT_TILES of n_block_range.cuh: key tiles after which the sums of a row begin anew."""
-    return (SPLIT_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
+def range_tiles(t: Tile) -> int:
+    """RANGE_TILES of n_block_range.cuh: key tiles after which the sums of a row begin anew."""
+    return (RANGE_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
 
 
 def splits(p: Problem, t: Tile) -> int:
     """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
     GPU. Of a ragged batch the host does not know them, and windows and masks limit the keys of a row."""
-    work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, split_tiles(t) * t.BLOCK_N)
+    work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, range_tiles(t) * t.BLOCK_N)
     limits_keys = p.bounds[0] is not None or p.block_map[3] or p.alibi
     return ranges if ranges > 1 and work_tiles < 2 * HOPPER_SMS and not p.ragged and not limits_keys else 1
 
@@ -216,7 +216,7 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
     if splits(p, t) > 1:
         return p.batches * p.H * p.Sq * splits(p, t) * (p.Dv + 2), 0
     vectors = cdiv(p.Dv, 16) * 2 + 1
-    return (4 * grid(p, t)[0] * (1 + vectors * 2 * t.BLOCK_M) if p.rows[1] > split_tiles(t) * t.BLOCK_N else 0), 0
+    return (4 * grid(p, t)[0] * (1 + vectors * 2 * t.BLOCK_M) if p.rows[1] > range_tiles(t) * t.BLOCK_N else 0), 0
 
 
 def invariant_grid(p: Problem, t: Tile) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@
 // clang-format on
 //
 // Vt: wgmma of 8 bits reads both operands K-major (transpose_V.cuh). Long sums: the tensor cores accumulate O over at
-// most SPLIT_KEYS keys (partial_O.cuh). Deferred rescaling: softmax_fp8.cuh.
+// most MMA_SUM_KEYS keys (partial_O.cuh). Deferred rescaling: softmax_fp8.cuh.
 #define TIMELINE_BRANCH 1  // registers are few
 #define FALLBACK_INLINE __forceinline__
 #include "fp8_hopper.cuh"
@@ -39,7 +39,7 @@ static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps"
 static_assert((STAGES & STAGES - 1) == 0, "pipe_index keeps the work tile's parity in its highest bit");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
 
-constexpr int SPLIT_TILES = SPLIT_KEYS / BLOCK_N;  // key tiles that O accumulates in the tensor cores
+constexpr int MMA_SUM_TILES = MMA_SUM_KEYS / BLOCK_N;  // key tiles that O accumulates in the tensor cores
 
 using Queries = Swizzled<WARPGROUP_ROWS, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
@@ -145,9 +145,9 @@ struct ConsumerWarpgroup {
         unsigned V_full = 0, K_full = 0;  // results of test_wait, issued ahead of the exponentials
 #pragma unroll 1
         for (int j = first_own; j < last; ++j) {
-            const int tiles_in_O = (j - first_own) % SPLIT_TILES;  // key tiles accumulated in the tensor cores
+            const int tiles_in_O = (j - first_own) % MMA_SUM_TILES;  // key tiles accumulated in the tensor cores
             if (tiles_in_O == 0 && j > first_own) {
-                if (j - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, scale_log2);
+                if (j - first_own > MMA_SUM_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, scale_log2);
                 long_sums.store(softmax.O, softmax.m);
             }
             TIMELINE(wait_V);
@@ -195,7 +195,7 @@ struct ConsumerWarpgroup {
         wait_PV(softmax);
         pass_turn();
         release<VtPipeline>(last);
-        if (last - first_own > SPLIT_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, scale_log2);
+        if (last - first_own > MMA_SUM_TILES) long_sums.add_to(softmax.O, softmax.m, softmax.l, scale_log2);
     }
 
     // S = Q K^T

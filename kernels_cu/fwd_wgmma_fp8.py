@@ -108,10 +108,10 @@ def full_wave_tiles(p: Problem, t: Tile) -> int:
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Size in floats, and how many of them to clear. Per block: four counters, O of earlier keys if there are more than
-    SPLIT_KEYS, and the partial O of a split work tile."""
-    split_keys = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # SPLIT_KEYS of the kernel
+    MMA_SUM_KEYS, and the partial O of a split work tile."""
+    mma_sum_keys = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # MMA_SUM_KEYS of the kernel
     stream_k = full_wave_tiles(p, t) < work_tiles(p, t)
-    slots = 2 if stream_k else p.Sk > split_keys
+    slots = 2 if stream_k else p.Sk > mma_sum_keys
     return (t.BLOCKS * (4 + slots * t.BLOCK_M * (p.Dv + 8)) if slots else 0), 4 * t.BLOCKS * stream_k
 
 

@@ -22,7 +22,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
 
     // Whether a range of keys begins with key tile j, which is not the first one.
     __device__ __forceinline__ bool begins_key_range(int j) const {
-        return KEY_RANGES && j > first_own && j % SPLIT_TILES == 0;
+        return KEY_RANGES && j > first_own && j % RANGE_TILES == 0;
     }
 
     // Sets the rows of V behind the last valid key to 0. P is 0 there, but the memory may contain NaN, and
@@ -55,13 +55,13 @@ struct KeyRangeConsumer : WorkTileConsumer {
     // Adds the sums of the keys before the range of the last tile; l becomes the sum of the row, in lane q = 0.
     __device__ __forceinline__ void merge_earlier_keys(SoftmaxState& softmax) const {
         sum_l(softmax);
-        if (args.splits == 1) earlier_keys().merge_into(softmax, state.scale_log2, last >= SPLIT_TILES);
+        if (args.splits == 1) earlier_keys().merge_into(softmax, state.scale_log2, last >= RANGE_TILES);
         if (state.q) softmax.l[0] = softmax.l[1] = 0.0f;
     }
     // Moves the sums of the keys before tile j to memory: tile j is the first of a range.
     __device__ __forceinline__ void store_earlier_keys(SoftmaxState& softmax, int j) const {
         sum_l(softmax);
-        earlier_keys().add(softmax, state.scale_log2, j > SPLIT_TILES);
+        earlier_keys().add(softmax, state.scale_log2, j > RANGE_TILES);
         softmax.m[0] = softmax.m[1] = -INF, softmax.l[0] = softmax.l[1] = 0.0f;
     }
     static __device__ __forceinline__ void sum_l(SoftmaxState& softmax) {

@@ -1,4 +1,4 @@
-// Sums of a row over fixed ranges of keys (fwd_wgmma_invariant): every SPLIT_TILES key tiles O, m and l begin anew, and
+// Sums of a row over fixed ranges of keys (fwd_wgmma_invariant): every RANGE_TILES key tiles O, m and l begin anew, and
 // are merged with those of the earlier keys. The ranges of a row may therefore also be computed by different blocks
 // (split-KV), and be merged afterwards, with equal bits.
 #pragma once

@@ -33,7 +33,8 @@ constexpr bool STAGGERED =
 // both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
 
-constexpr int SPLIT_TILES = (2048 + BLOCK_N / 2) / BLOCK_N;  // key tiles of a split, if KEY_SPLITS
+// KEY_SPLITS: key tiles of a range of keys (key_splits.cuh). fwd_wgmma.py has the same RANGE_KEYS.
+constexpr int RANGE_KEYS = 2048, RANGE_TILES = (RANGE_KEYS + BLOCK_N / 2) / BLOCK_N;
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
@@ -58,8 +59,8 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     // The part of a range of key tiles that belongs to the work tile's split.
     __device__ __forceinline__ Range of_split(Range all) const {
         if (split < 0) return all;
-        const int begin = max(all.begin, split * SPLIT_TILES);
-        return {begin, max(begin, min(all.end, (split + 1) * SPLIT_TILES))};
+        const int begin = max(all.begin, split * RANGE_TILES);
+        return {begin, max(begin, min(all.end, (split + 1) * RANGE_TILES))};
     }
 #endif
     // First key of the j-th key tile in the order of the mainloop.

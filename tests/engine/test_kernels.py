@@ -206,7 +206,7 @@ def test_stream_k_splits_the_last_wave(blocks: int, shape: tuple[int, ...], devi
 
 @pytest.mark.parametrize(("Sk", "window"), [(1300, (960, 0)), (1152, None), (2300, None)], ids=str)
 def test_float8_sums_are_split(Sk: int, window: tuple[int, int] | None, device: Device) -> None:
-    """Into parts of SPLIT_KEYS = 1024 keys, from the first key tile that the consumer's rows see: with the window it
+    """Into parts of MMA_SUM_KEYS = 1024 keys, from the first key tile that the consumer's rows see: with the window it
     depends on the consumer. One part, and three."""
     problem = Problem(1, 1, 192, Sk, 64, dtype="float8_e4m3", out_dtype="float16", window=window)
     tile = Tile(BLOCK_M=192, BLOCK_N=128, STAGES=2, BLOCKS=1, LOADS=1)
