@@ -7,7 +7,7 @@
 //
 // A mask tensor (HAS_ELEMENT_BITS): a block computes the words of two rows of the map. A warp reads 8 queries x 512
 // keys, a lane 16 keys per query, which are one bit of the word and 16 element bits. Loads are as wide as the alignment
-// of all rows allows. Pair bits are stored only where kernels read them: if some of a row's 512 keys are hidden, and
+// of all rows allows. Element bits are stored only where kernels read them: if some of a row's 512 keys are hidden, and
 // some keys of the two rows are visible.
 #include "tensor.cuh"
 #include "score_mod.cuh"

@@ -9,8 +9,8 @@
 // One bit per block, 32 per word; the tiles of all kernels consist of whole blocks. A row of the map has `words` words
 // of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With HAS_ELEMENT_BITS (a mask tensor without mask_mod)
 // one bit per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key. Element
-// bits are written only for words of 512 keys in which the 64 or 128 queries of one or two rows of the map see some
-// keys but not all; other tiles do not read them.
+// bits of 64 queries x 512 keys are written only if the mask hides some of these elements, and leaves one visible there
+// or in the other row of the map that the same block of block_map.cu computes; other tiles do not read them.
 //
 // A kernel with HAS_BLOCK_MAP skips tiles without a visible score, and does not mask fully visible tiles. Tiles are
 // multiples of MAP_N keys.

@@ -11,8 +11,9 @@ struct RowTile {
     __device__ __forceinline__ bool invalid() const { return b < 0; }
 };
 
-// A batch whose sequences two kernels share, each of which has none of the other's rows: SHORT_SEQUENCES is the most
-// queries of the sequences of this kernel, LONG_SEQUENCES that of the other one's.
+// Two kernels may share a ragged batch over pages. The one compiled with SHORT_SEQUENCES = n takes the sequences of at
+// most n queries, the one compiled with LONG_SEQUENCES = n those of more than n. The other's sequences have length 0.
+// Both macros 0: one kernel takes all sequences.
 #ifndef SHORT_SEQUENCES
 #define SHORT_SEQUENCES 0
 #endif

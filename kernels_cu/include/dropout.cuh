@@ -67,7 +67,7 @@ struct KeepAll {
     __device__ __forceinline__ bool keep(int, int) const { return true; }
 };
 
-// Dropout of head h of batch entry b. An element is kept if its 16 random bits << 16 are at threshold `threshold`.
+// Dropout of head h of batch entry b. An element is kept if (its 16 random bits << 16) >= threshold.
 struct Dropout {
     const unsigned long long* seed;
     unsigned threshold, h, b;

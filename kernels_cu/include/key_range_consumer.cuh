@@ -1,5 +1,7 @@
-// What fwd_wgmma_invariant adds to a consumer warpgroup of fwd_wgmma, for which these functions do nothing: the sums of
-// a row begin anew with each range of keys (key_splits.cuh), and rows that are not finite do not change other rows.
+// How the consumer warpgroups of fwd_wgmma and fwd_wgmma_invariant differ. In fwd_wgmma_invariant, the sums of a row
+// begin anew with each range of keys (key_splits.cuh), rows of V behind the last key are cleared, and only rows that
+// are not finite are recomputed. In fwd_wgmma, store_non_finite recomputes all 16 rows of the warp, and the other
+// functions do nothing.
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
@@ -40,7 +42,8 @@ struct KeyRangeConsumer : WorkTileConsumer {
         named_barrier_sync(CONSUMER_BARRIER + consumer, 128);  // all rows are cleared before a warp reads them
     }
 
-    // Rows of a warp of which at least one is not finite: recomputed by non_finite.cuh, in fwd_wgmma all 16.
+    // Stores the 16 rows of a warp if O of one is not finite. non_finite.cuh recomputes all of them in fwd_wgmma, and
+    // only those that are not finite in fwd_wgmma_invariant.
     __device__ __forceinline__ void store_non_finite(const SoftmaxState& softmax, const float (&O_scale)[2]) const {
         if (INVARIANT) store_by_row(softmax, O_scale);
         else
@@ -98,7 +101,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
 #endif
 
   private:
-    // O of a warp in which a row is not finite: that of finite rows from registers.
+    // Stores all rows of the warp from registers, then recomputes and overwrites those that are not finite.
     __device__ __forceinline__ void store_by_row(const SoftmaxState& softmax, const float (&O_scale)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -115,7 +118,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
                     *reinterpret_cast<unsigned*>(head.query(args.O, h(), row) + column) =
                         pack(pair[0] * O_scale[half], pair[1] * O_scale[half]);
             }
-            __syncwarp();  // the rows are stored before some of them are replaced
+            __syncwarp();  // the rows are stored before some of them are overwritten
             attend_non_finite_rows(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,
                                    warp_row + 8 * half, lanes);
         }

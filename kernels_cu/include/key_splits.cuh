@@ -5,7 +5,8 @@
 #include "n_block_range.cuh"
 #include "partial_O.cuh"
 
-// Windows and masks limit the keys of a row, and their tiles are not split.
+// Whether a long row has several ranges. A range begins where j % RANGE_TILES == 0, so key tile j must begin at key
+// j * BLOCK_N. It does not with a left window bound, a block map, or tiles in descending order (ALiBi).
 constexpr bool KEY_RANGES = KEY_SPLITS && !Head::HAS_LEFT_BOUND && !WALK_BACKWARDS && !Head::HAS_BLOCK_MAP;
 
 // The factors of a sum over earlier keys (x) and of one over later keys (y), whose maxima are m_earlier and m.
@@ -55,7 +56,8 @@ struct EarlierKeys : PartialO<State::O_REGISTERS, THREADS> {
             o[0] = sum.x, o[1] = sum.y, o[2] = sum.z, o[3] = sum.w;
         });
     }
-    // What is stored becomes that of all keys. O is not changed: as a result of a branch it would need more registers.
+    // Adds O, m and l of `softmax` to those in memory. m and l of `softmax` also become those of all keys. Its O is
+    // unchanged, since a change in a branch would need more registers; the caller's next P V overwrites it.
     __device__ __forceinline__ void add(State& softmax, float scale_log2, bool has_earlier) const {
         merge(softmax, scale_log2, has_earlier, [&](int i, float4 sum) { slot[i * THREADS] = sum; });
         slot[(Memory::VECTORS - 1) * THREADS] = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);

@@ -163,9 +163,9 @@ struct LongestFirst {
         return Tiles::is_short(score, work_tile);
     }
 
-    // Work tile `index` of all heads in this order, invalid if there are fewer. `heads` are query heads
-    // (QueryTileOrder) or key/value heads (KeyTileOrder; with SPLIT_GROUP query heads); `group` is H / Hk, or with
-    // SPLIT_GROUP 1. All lanes of the warp call it.
+    // Work tile `index` of all heads in this order, invalid if there are fewer. QueryTileOrder: `heads` are query
+    // heads, `group` is H / Hk. KeyTileOrder: work_tile_heads and query_heads_per_work_tile (bwd_combine_group.cuh).
+    // All lanes of the warp call it.
     __device__ __forceinline__ WorkTile work_tile(unsigned index, unsigned heads, unsigned group) const {
         const unsigned all = count(-1);
         if (index >= all * heads) return {-1};

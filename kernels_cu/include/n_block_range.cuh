@@ -11,8 +11,9 @@
 
 constexpr int CONSUMERS = BLOCK_M / WARPGROUP_ROWS;  // consumer warpgroups
 
-// Visit the key tiles in descending order. With ALiBi and a causal mask, the last keys of a row have the largest
-// biases, so rescaling (softmax.cuh) becomes rare.
+// With ALiBi, visit the key tiles in descending order: under a causal mask the last keys of a row have the largest
+// biases, so rescaling (softmax.cuh) becomes rare. Without a causal mask, the largest bias is on the diagonal, and the
+// order is descending as well. With a block map the list is in ascending order.
 #ifndef WALK_BACKWARDS
 #define WALK_BACKWARDS (ALIBI && !BLOCK_MAP)
 #endif
@@ -117,7 +118,8 @@ struct ConsumerTiles : WorkTileRange {
     const int warpgroup_row, warp_row;  // first row of the warpgroup, and of the warp's 16
     const Head head;
     const Range own_n_blocks;
-    const int own_tiles, first_own;  // index of the first own tile; only other consumers see the tiles before it
+    const int own_tiles;             // key tiles that the rows see; with a block map an upper bound
+    const int first_own;             // index of the first own tile; only other consumers see the tiles before it
     int last;                        // index of the last own tile; with a block map unknown until it arrives
     const Range fully_visible_keys;  // keys that all rows of the warp see
 

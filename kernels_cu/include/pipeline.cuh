@@ -19,7 +19,7 @@ struct BarrierArray {
 };
 
 // Stage of the i-th tile of a pipeline, and parity of its phase i / DEPTH there. The producer acquires with parity ^ 1,
-// of the phase before: the one before the first counts as completed, so the first STAGES acquires return at once.
+// of the phase before: the one before the first counts as completed, so the first DEPTH acquires return at once.
 template <unsigned DEPTH = STAGES>
 __device__ __forceinline__ unsigned stage_of(unsigned i) {
     return i % DEPTH;

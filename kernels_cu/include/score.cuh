@@ -4,14 +4,15 @@
 #include "tensor.cuh"
 #include "dual.cuh"
 
-// Defaults of the option macros; 0: not used. Values are bit masks:
-// WINDOW   1: left bound, 2: right bound
-// BIAS     1: Q's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
+// Defaults of the option macros; 0: not used. Other values (+: bits that are added):
+// WINDOW   1: left bound, 2: right bound, 3: both
+// BIAS     1: O's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
 // INVARIANT  1: the bits of a row must not depend on the other rows of its warp, nor on where its tile begins
 // KEY_SPLITS  1: sums over fixed ranges of keys, which several blocks may share (key_splits.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
-// SCORE_SNIPPET  1: the user's expressions (score_mod and mask_mod of FlexAttention), generated as CUDA code
+// BLOCK_MAP  1: one bit per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)
+// SCORE_SNIPPET  a hash of the user's expressions (score_mod and mask_mod of FlexAttention) as CUDA code
 #ifndef WINDOW
 #define WINDOW 0
 #endif

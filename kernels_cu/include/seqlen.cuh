@@ -260,8 +260,8 @@ struct SeqlenInfo {
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class... T>
     __device__ __forceinline__ void offset_keys(View<T>&...) const {}
-    // The length, and in one thread all pages. fwd_wgmma has this from other threads: it checks the pages that it
-    // reads.
+    // Checks key_lengths[b], and in thread 0 all pages of the batch entry. In a ragged batch of fwd_wgmma, thread 0
+    // does not call this: key_address checks each page that is read.
     __device__ __forceinline__ void check_pages() const {
         require(score.key_lengths[b * score.key_lengths_stride_b] <= score.Sk,
                 "key_lengths has more keys than block_table has pages for");

@@ -1,6 +1,6 @@
 // Online softmax of a wgmma accumulator, with deferred rescaling (softmax_rows.cuh): P is computed with the maximum m
 // of the row's first tile. The 16 rows of a warp raise m if a thread's sum of a tile's P exceeds P_SUM_LIMIT in any of
-// them, and in every tile while |m| of one is large (m_is_large).
+// them, and in every tile while |m| of one is large (m_is_large). INVARIANT: only the rows of which this holds.
 #pragma once
 #include "non_finite.cuh"
 #include "softmax_rows.cuh"
@@ -101,7 +101,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
                                            float scale_log2, const RescaleO& rescale_O) {
         if (IS_FIRST_TILE) {
             update_max(S);
-            // INVARIANT: as a row whose first keys are in a later tile.
+            // INVARIANT: P from differences, as raise_own_max computes it for a row whose first visible key is in a
+            // later tile: the bits are equal.
             if (INVARIANT) exponentiate_differences(P, S, scale_log2, l);
             else exponentiate(P, S, scale_log2, l);
             m_is_large = large(scale_log2);
