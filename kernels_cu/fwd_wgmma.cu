@@ -18,17 +18,19 @@
 //
 // S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
 // Warp specialisation and ping-pong: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Q K^T of a key tile and P V
-// of the previous one are issued together. Unlike FlashAttention-3 with IntraWGOverlap, softmax of the tile starts when
-// both are complete: deferred rescaling gained more than that overlap (experiments/008_hopper).
+// of the previous one are issued together; softmax starts when both are complete. Softmax during P V (IntraWGOverlap)
+// gained 0 ... 16% alone; deferred rescaling gained more and replaced it (experiments/008_hopper).
 //
-// A masked score is -INF, and its P is 0. If O of a warp's 16 rows is not finite, non_finite.cuh recomputes and stores
-// them. In a ragged batch, no row of the next sequence is read or written: it is out of bounds (TensorMap in tma.cuh).
+// A masked score is -INF, and its P is 0. With Head::HAS_MASK, if O of one of a warp's 16 rows is not finite,
+// non_finite.cuh recomputes all 16. In a ragged batch, rows of the next sequence are out of bounds (tma.cuh).
 //
 // Building blocks: fwd_tiles.cuh (arguments, shared memory), fwd_load.cuh (loads a tile of K or V), fwd_consumer.cuh
 // (waits, turns, drained tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh (order of key
 // tiles), score_mod.cuh, mask.cuh, softmax.cuh (deferred rescaling), epilogue.cuh. How it works, and where to change
 // it: docs/hopper-forward.md. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
 #ifdef KEY_SPLITS
+// With KEY_SPLITS and INVARIANT this source is another kernel, which sums over fixed ranges of keys (docs/bits.md).
+// key_range_consumer.cuh has the differences.
 #define fwd_wgmma fwd_wgmma_invariant
 #define fwd_wgmma_clear fwd_wgmma_invariant_clear
 #define fwd_wgmma_combine fwd_wgmma_invariant_combine
@@ -39,8 +41,8 @@
 #include "key_range_consumer.cuh"
 
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
-// With three, the MMAs of the other two come in between, and the additional wait costs 0.5%. K's stage also
-// holds the list entry of a block map, and the tile of the bias, which are read later.
+// With three, the MMAs of the other two come in between, and the additional wait costs 0.5%. For one and four consumers
+// no measurement is recorded. K's stage also holds the list entry of a block map, and the bias tile, read later.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
 
 // ---- producer warps
@@ -105,10 +107,11 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 //
 //   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile)
 //   ConsumerTiles (n_block_range.cuh)    head (its Head), warp, consumer, warp_row (first row of the warp's 16),
-//                                        own_tiles: how many key tiles it sees; first_own, last: their first, last j
+//                                        own_tiles: how many key tiles it sees (with a block map: at most);
+//                                        first_own, last: their first and last j
 //   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j < it),
 //                                        state: the thread's lane, g, q, and what lasts longer than a work tile
-//   KeyRangeConsumer (key_range_consumer.cuh)  what fwd_wgmma_invariant adds, such as begins_key_range
+//   KeyRangeConsumer (key_range_consumer.cuh)  what differs in fwd_wgmma_invariant, such as begins_key_range
 struct ConsumerWarpgroup : KeyRangeConsumer {
     using KeyRangeConsumer::KeyRangeConsumer;
 
@@ -142,7 +145,7 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
             mask(S, tile, visible_bits);
             softmax.update<false>(P, S, state.scale_log2);
             apply_dropout(P, head, warp_row, tile.n0);
-            if (j < last) wait_K(j + 1);  // no TIMELINE mark: a fourth one costs `timeline` 1% of time
+            if (j < last) wait_K(j + 1);  // no TIMELINE mark here: with a fourth, the kernel is 1% slower in `timeline`
         }
     }
 
@@ -231,8 +234,8 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
         }
-        // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite are recomputed, and stored without
-        // OBuffer::store. Rare.
+        // A masked key has P = 0, but 0 * NaN is NaN. store_non_finite then recomputes rows, and stores all 16 of the
+        // warp without OBuffer. Rare.
         if (Head::HAS_MASK && __any_sync(0xffffffffu, !softmax.finite())) {
             store_non_finite(softmax, O_scale);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
@@ -284,8 +287,9 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }
 
-// Programmatic dependent launch: fwd_wgmma starts meanwhile. A block's first work tile has number blockIdx.x; the
-// scheduler warp waits for this kernel before it draws the second one.
+// Sets the tile counter of a dynamic order (ragged, block map) to 0. Launched before fwd_wgmma, which starts meanwhile
+// (programmatic dependent launch): a block's first work tile has index blockIdx.x, and the scheduler warp waits for
+// fwd_wgmma_clear before it draws the second one.
 extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
                                                                  const __grid_constant__ Score score) {
     clear_tile_counter(tile_counter, score);
