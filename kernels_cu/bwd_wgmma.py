@@ -33,12 +33,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
         dQ = 4 * 64 * 96  # of one consumer: they stage dQ in turn
     dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
     loaded = t.BLOCK_N * row_bytes + t.STAGES * (t.BLOCK_M * (row_bytes + 8) + (dS // 2 if p.bias else 0))
-    return loaded + dS + (dS if t.BLOCK_N == 64 else dQ) + 256 + (8 * MAP_WORDS if mapped(p) else 0)
-
-
-def mapped(p: Problem) -> bool:
-    """Whether the problem has a block map."""
-    return p.block_map[3] > 0
+    return loaded + dS + (dS if t.BLOCK_N == 64 else dQ) + 256 + (8 * MAP_WORDS if p.has_block_map else 0)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -53,7 +48,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return f"a bias with D={p.D} is not supported: it exceeds shared memory; use D <= 128 or bwd_mma"
     if p.Dv > p.D:
         return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D; use bwd_mma"
-    if mapped(p) and p.group * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
+    if p.has_block_map and p.group * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
         return (
             f"a block map of {p.group} query heads per key/value head with Sq={p.Sq} is not supported: at most "
             f"{MAP_WORDS * 2048} query rows per key/value head; use bwd_block2d"
@@ -192,7 +187,7 @@ nondeterministic = Kernel(
 
 def supports_split_group(p: Problem, arch: Arch | None) -> str | None:
     """No block map: with it, the load warps spill."""
-    if mapped(p):
+    if p.has_block_map:
         return "mask= or a Score with a mask is not supported: registers would spill; use bwd_wgmma"
     return supports(p, arch)
 
@@ -204,7 +199,7 @@ def split_group_pays(p: Problem) -> bool:
     Without a causal mask all work tiles are equally long and run in waves. With one they have half of that length on
     average, longest first, and the last ones end 0.25 later than the average, 0.5 in a ragged batch. Splitting adds
     the partial results of dK and dV: 4%."""
-    if p.group == 1 or mapped(p):
+    if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
     tiles = p.batches * p.Hk * p.key_tiles(key_rows)
@@ -263,7 +258,7 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
     """Also requires a mask of ranges, from which the kernel computes the order of additions to a dQ tile."""
-    if mapped(p):
+    if p.has_block_map:
         return (
             "mask= or a Score with a mask is not supported: additions to dQ are ordered by key ranges; use bwd_block2d"
         )

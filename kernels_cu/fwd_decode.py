@@ -114,7 +114,7 @@ def first_for(p: Problem) -> bool:
         return p.short or (p.page_size > 0 and p.Sq * p.group <= 64)
     rows, max_rows = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8_keys else 64
     few_rows, few_tiles = p.Sq <= 32 and rows <= max_rows, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
-    return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.block_map[3]
+    return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.has_block_map
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:

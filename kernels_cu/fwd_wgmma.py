@@ -32,7 +32,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def most_keys(p: Problem) -> int:
     """Largest BLOCK_N that was timed with options that read memory for each score; 256 without them."""
     width, reads = max(p.D, p.Dv), {*p.reads_elements}
-    if p.bias_tiles and not p.block_map[3]:  # TMA loads it
+    if p.bias_tiles and not p.has_block_map:  # TMA loads it
         reads.discard("bias")
     if not reads:
         return 256
@@ -63,7 +63,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M} leaves too few registers for O at Dv={p.Dv}: use BLOCK_M=128",
         ),
         (
-            not p.block_map[3] or 512 % t.BLOCK_N == 0,
+            not p.has_block_map or 512 % t.BLOCK_N == 0,
             f"BLOCK_N={t.BLOCK_N} must divide 512 with a block map: one of its words covers 512 keys",
         ),
         (
@@ -102,7 +102,7 @@ def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M and BLOCK_N of the fastest tile."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
     short = p.Sq < (4096 if p.causal else 2048)
-    if p.block_map[3]:  # masks usually have blocks of powers of two
+    if p.has_block_map:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
     if p.ragged and (not simple or (p.page_size and width > 64)):  # 192 rows with pages spill 24 bytes at D = 128
         return 128, 64 if width > 128 else 128
@@ -172,7 +172,7 @@ kernel = Kernel(
         Entry(
             name="fwd_wgmma_clear",
             launch_first=True,
-            grid=lambda p, t: (1 if p.ragged or p.block_map[3] else 0, 1, 1),
+            grid=lambda p, t: (1 if p.ragged or p.has_block_map else 0, 1, 1),
             block=lambda t: (32, 1, 1),
             smem_bytes=lambda p, t: 0,
             args=("tile_counter", "score"),
@@ -206,7 +206,7 @@ def splits(p: Problem, t: Tile) -> int:
     """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
     GPU. Of a ragged batch the host does not know them, and windows and masks limit the keys of a row."""
     work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, range_tiles(t) * t.BLOCK_N)
-    limits_keys = p.bounds[0] is not None or p.block_map[3] or p.alibi
+    limits_keys = p.bounds[0] is not None or p.has_block_map or p.alibi
     return ranges if ranges > 1 and work_tiles < 2 * HOPPER_SMS and not p.ragged and not limits_keys else 1
 
 

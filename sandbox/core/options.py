@@ -387,8 +387,8 @@ OPTIONS: tuple[Option, ...] = (
         text=lambda p: described_descale(p.descale) if p.descale else "",
     ),
     Option(
-        name="block_map", macro="BLOCK_MAP", level=lambda p: (2 if by_pair(p) else 1) if p.block_map[3] else 0,
-        tensors=lambda p: _tensor("block_map", p.block_map if p.block_map[3] else (), "bhi"),
+        name="block_map", macro="BLOCK_MAP", level=lambda p: (2 if by_pair(p) else 1) if p.has_block_map else 0,
+        tensors=lambda p: _tensor("block_map", p.block_map if p.has_block_map else (), "bhi"),
     ),
     Option(
         name="invariant", macro="INVARIANT", level=lambda p: p.invariant, check=_flag,

@@ -312,8 +312,12 @@ class Problem:
 
     @property
     def block_map(self) -> tuple[int, int, int, int]:
-        """The shape of its block map (core/block_map.py)."""
+        """The shape of its block map (core/block_map.py); without a map zeros."""
         return block_map.shape_for(self)
+
+    @property
+    def has_block_map(self) -> bool:
+        return self.block_map[3] > 0
 
     @property
     def bias_tiles(self) -> bool:

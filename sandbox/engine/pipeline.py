@@ -139,7 +139,7 @@ def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tenso
     """The computations that must run before `kernel`."""
     if kernel.custom:
         return
-    if problem.block_map[3] and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
+    if problem.has_block_map and kernel.computes in ("forward", "backward") and BLOCK_MAP not in tensors:
         yield "block_map"
     if kernel.computes == "backward":
         yield "preprocess"

@@ -120,7 +120,7 @@ class Scratch(NamedTuple):
 SCRATCH: dict[str, Scratch] = {
     "block_map": Scratch(lambda p: p.block_map, zeroed=False),
     # The counter of a dynamic tile scheduler (include/tile_scheduler.cuh). An entry of the kernel clears it.
-    "tile_counter": Scratch(lambda p: (1,) if p.ragged or p.block_map[3] else None, zeroed=False),
+    "tile_counter": Scratch(lambda p: (1,) if p.ragged or p.has_block_map else None, zeroed=False),
     # Work tiles of a ragged batch, listed by an earlier entry (include/tile_scheduler.cuh). The kernel's `scratch`
     # gives the size.
     "work_tiles": Scratch(lambda p: (0,), zeroed=False),
@@ -146,7 +146,7 @@ def scratch_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, tuple[
     if kernel.custom:
         return {name: sizes(problem, tile)[:1] for name, sizes in kernel.scratch.items()}
     named = {name: None for entry in kernel.entries for name in entry.args if name in SCRATCH}
-    if problem.block_map[3]:
+    if problem.has_block_map:
         named["block_map"] = None  # `score` points to it
     own = {name: sizes(problem, tile)[:1] for name, sizes in kernel.scratch.items()}
     written = kernel.operation.writes

@@ -119,7 +119,7 @@ def drawn(kernel: Kernel, dtype: str, cases: list[Case]) -> list[Case]:
     """
     sample = random.Random(f"{SEED} {kernel.name} {dtype}")
     if kernel.computes == "block_map":
-        cases = [case for case in cases if case.problem.block_map]  # the others have no map
+        cases = [case for case in cases if case.problem.has_block_map]
     if kernel.name in SELDOM or kernel.computes == "block_map":
         return sample.sample(cases, min(len(cases), 3))
     own, several = kernel.dtypes.index(dtype), len(kernel.dtypes)
