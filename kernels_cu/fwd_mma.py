@@ -48,8 +48,8 @@ def rank(p: Problem, t: Tile) -> int:
 
 
 def was_timed(p: Problem, t: Tile) -> bool:
-    """Whether a tile of this size was timed with such options: a preference, not a limit. Others may be faster; the
-    table of spilled registers limits both."""
+    """Whether a tile of this size was timed with such options: a preference, not a limit. A tile that was not timed may
+    be faster. A tile that spills (fwd_mma.spills.json) is used only if all tiles spill."""
     if t.BLOCK_M == 16 * t.WARPS:
         return True
     if p.reads_elements or (t.SUB_N == 48 and not p.plain):

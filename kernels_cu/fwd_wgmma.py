@@ -7,7 +7,8 @@ from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, u
 
 RANGE_KEYS = 2048  # of a range of keys, about: a whole number of key tiles
 SMEM = 232448  # most shared memory of a block, in bytes
-WIDEST_V = {192: 192, 256: 128}  # by BLOCK_M: the largest Dv whose P V ptxas compiles, at 128 and 96 registers
+# By BLOCK_M: the largest Dv for which ptxas compiles P V with the registers per thread at launch, 128 and 96.
+WIDEST_V = {192: 192, 256: 128}
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -82,13 +83,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def rank(p: Problem, t: Tile) -> int:
-    """Sort key of tiles: tiles that were timed with the options first, and of these the fastest one."""
+    """Sort key of tiles: tiles that were timed with the options first, and of these the fastest one. STAGES does not
+    count: of tiles with equal BLOCK_M and BLOCK_N, the first one in `tiles` that fits is used."""
     return 2 * (not was_timed(p, t)) + (best(p) != (t.BLOCK_M, t.BLOCK_N))
 
 
 def was_timed(p: Problem, t: Tile) -> bool:
     """Whether a tile of this size was timed with such options (experiments/008_hopper, 014_scores): a preference, not a
-    limit. Others may be faster; the table of spilled registers limits both."""
+    limit. A tile that was not timed may be faster."""
     consumers, simple, keys = t.BLOCK_M // 64, pure(p), most_keys(p)
     words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4  # of O, S and P per thread
     if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if simple else 16):
@@ -182,7 +184,8 @@ kernel = Kernel(
 
 
 def invariant_tile(p: Problem) -> dict[str, int]:
-    """Keys after which m may change: of the tile that is fastest on average, without regard to lengths and layouts."""
+    """BLOCK_N, which determines after which keys m may change, and so the bits. It depends only on head dimensions and
+    options, and is the fastest on average over lengths and layouts."""
     width = max(p.D, p.Dv)
     if p.reads_elements:
         return {"BLOCK_N": 64 if width <= 128 else 32}
@@ -204,10 +207,11 @@ def range_tiles(t: Tile) -> int:
 
 def splits(p: Problem, t: Tile) -> int:
     """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
-    GPU. Of a ragged batch the host does not know them, and windows and masks limit the keys of a row."""
+    GPU. 1 in a ragged batch, whose number of work tiles the host does not know, and where KEY_RANGES (key_splits.cuh)
+    is false: with a left window bound, a block map or ALiBi."""
     work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, range_tiles(t) * t.BLOCK_N)
-    limits_keys = p.bounds[0] is not None or p.has_block_map or p.alibi
-    return ranges if ranges > 1 and work_tiles < 2 * HOPPER_SMS and not p.ragged and not limits_keys else 1
+    one_range = p.bounds[0] is not None or p.has_block_map or p.alibi
+    return ranges if ranges > 1 and work_tiles < 2 * HOPPER_SMS and not p.ragged and not one_range else 1
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
