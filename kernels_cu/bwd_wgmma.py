@@ -57,7 +57,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """The tile for each head dimension, and limits of shared memory."""
+    """The tile for each head dimension, stages, and limits of shared memory."""
     smem = smem_bytes(p, t)
     key_rows = 128 if p.D <= 128 or (t.BLOCK_N == 128 and p.D <= 192 and p.Dv <= 128) else 64
     fits = (64 if p.D > 64 else t.BLOCK_M, key_rows)
@@ -70,6 +70,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
             "BLOCK_M=128 is not supported with a bias or a mask: their boxes or bits have 64 rows; use BLOCK_M=64",
         ),
+        (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: Q is released after Q of the next m_block is loaded"),
         (
             smem <= SMEM,
             f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM} (use fewer STAGES)",

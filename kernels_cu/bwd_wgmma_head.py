@@ -21,6 +21,13 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return unsupported_by_wgmma(p, arch, "bwd_block2d")
 
 
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """The only tile size of the kernel."""
+    if (t.BLOCK_M, t.BLOCK_N, t.STAGES) == (128, 128, 2):
+        return None
+    return f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N}, STAGES={t.STAGES} is not supported: use 128, 128 and 2"
+
+
 def short(p: Problem) -> bool:
     """One n_block per head. The GPU needs 8 … 16 us, less than the launch: two driver calls rather than four take 22 us
     rather than 32 (experiment 001). For D <= 32 the GPU time is 20% shorter, too (experiment 013).
@@ -48,6 +55,7 @@ kernel = Kernel(
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
+    check_tile=check_tile,
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dQ", "dK", "dV"),
         *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "group", "score"),

@@ -18,6 +18,13 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return unsupported_by_wgmma(p, arch, "bwd_block2d")
 
 
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """The only tile size of the kernel."""
+    if (t.BLOCK_M, t.BLOCK_N, t.STAGES) == (128, 128, 2):
+        return None
+    return f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N}, STAGES={t.STAGES} is not supported: use 128, 128 and 2"
+
+
 def short(p: Problem) -> bool:
     """Where it is 1 … 20% faster than bwd_wgmma: short m_block ranges and more work tiles than blocks, for D <= 32 many
     more. With a last key (causal) a work tile has half of the query rows on average."""
@@ -56,6 +63,7 @@ kernel = Kernel(
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
+    check_tile=check_tile,
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
         *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score"),

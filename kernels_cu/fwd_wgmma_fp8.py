@@ -48,6 +48,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_M={t.BLOCK_M} must be 64, 128 or 192: 64 rows for each consumer warpgroup",
         ),
         (t.BLOCK_N % 32 == 0 and t.BLOCK_N <= 256, f"BLOCK_N={t.BLOCK_N} must be a multiple of 32 up to 256"),
+        (t.STAGES & (t.STAGES - 1) == 0, f"STAGES={t.STAGES} must be a power of two"),
+        (
+            t.STAGES >= 2 or consumers == 1,
+            (
+                f"STAGES={t.STAGES} must be at least 2 with BLOCK_M={t.BLOCK_M}: a turn has P V of a key tile and Q "
+                "K^T of the next one"
+            ),
+        ),
         (
             registers <= most,
             f"BLOCK_N={t.BLOCK_N} needs {registers} registers for O and S at Dv={p.Dv}: at most {most}",

@@ -160,6 +160,23 @@ def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
         assert result.ok, result
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "STAGES" in kernel.tiles[0]], ids=by_name)
+@pytest.mark.sampled(3)
+def test_one_stage(kernel: Kernel, D: int) -> None:
+    """Is refused where a warp waits for the next tile before it releases this one, and right otherwise. On the CPU
+    backend, which reports a deadlock. The last query tile has a consumer without rows."""
+    problem = kernel.adapted(Problem(1, 2, 300, 300, D, Hk=1, dtype=kernel.dtypes[0]))
+    if kernel.why_unsupported(problem):
+        pytest.skip("the head dimension")
+    tile = Tile(**{**choose.choose_tile(kernel, problem, None), "STAGES": 1})
+    if reason := kernel.why_tile_unsupported(problem, tile):
+        assert "STAGES=1" in reason
+    else:
+        result = check.verify(kernel, Case("one stage", problem), HOST, tile)
+        assert result.ok, result
+
+
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
 def test_wide_heads_share_tiles_of_keys(causal: Causal, device: Device) -> None:
     """The tile of fwd_mma with a loop over steps, selected only for problems larger than those of the sweep."""
