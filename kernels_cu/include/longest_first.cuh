@@ -1,6 +1,7 @@
 // Dynamic orders of work tiles: longest first (LPT) for ragged batches, and the order of a causal mask with a block
 // map. Persistent blocks draw tile indices from a counter in global memory (FlashAttention-3: tile_count_semaphore):
-// sequence lengths, and the number of visible key tiles, are not known when the kernel is launched.
+// sequence lengths, and the number of visible key tiles, are not known when the kernel is launched. bwd_wgmma has no
+// such counter: bwd_wgmma_scheduler writes all work tiles to a list in this order, and each block reads one entry.
 //
 // Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
 // batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by
@@ -14,7 +15,8 @@
 // Rows of K and V, or of Q and dO, that fill a third of L2.
 constexpr unsigned HEAD_GROUP_ROWS = (16 << 20) / ((HEAD_DIM + HEAD_DIM_V) * sizeof(dtype));
 
-// First key (or query) of a length bucket. Buckets are Tiles::BUCKET keys wide. FIRST_BUCKET_HALVED: the first one is
+// The length of a query tile is the number of keys it sees, that of a key tile the number of queries that see it. Tiles
+// of a bucket are longer than bucket_begin(bucket), by at most Tiles::BUCKET. FIRST_BUCKET_HALVED: the first one is
 // split into halves, buckets 0 and 1, so that tiles shorter than BUCKET / 2 run last and balance the blocks (16 x 512:
 // +3%, KeyTileOrder +0.5%). LongestFirst treats the halves as one if no sequence is longer than BUCKET (32 x 256: -4%
 // otherwise).
@@ -31,7 +33,7 @@ struct QueryTileOrder {  // the query tiles of one sequence and head, sorted by 
         : tiles((extent.Sq + BLOCK_M - 1) / BLOCK_M), Sk(extent.Sk),
           diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0) {}
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
-    // Number of tiles that see a key in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
+    // Number of tiles in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
     __device__ __forceinline__ int tiles_from(int bucket) const {
         const int key = bucket_begin<QueryTileOrder>(bucket);
         const int masked_tiles = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
@@ -61,7 +63,7 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     __device__ __forceinline__ KeyTileOrder(const Score& score, const SequenceExtent& extent)
         : tiles((extent.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(extent.Sq), Sk(extent.Sk),
           diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0) {}
-    // Number of tiles that a query in bucket `bucket` or later sees; these are the first ones. Bucket -1: all tiles.
+    // Number of tiles in bucket `bucket` or later; these are the first ones. Bucket -1: all tiles.
     __device__ __forceinline__ int tiles_from(int bucket) const {
         const int rows = bucket_begin<KeyTileOrder>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return bucket < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
@@ -69,8 +71,8 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     __device__ __forceinline__ int first_of_bucket(int from_next, int /*from_this*/) const { return from_next; }
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
-        // dQ_accum is in L2, too, so the group has a quarter of the heads (16 x 512: +1.9%, random lengths up to 883:
-        // +2.7%, D = 64: -0.7%). Not if L2 holds 7 heads or more (4 x 512: +4.3%).
+        // dQ_accum is in L2, too, so beyond D = 64 (there -0.7%) the group has a quarter of the heads (16 x 512: +1.9%,
+        // random lengths up to 883: +2.7%), unless L2 holds 7 heads or more (4 x 512: +4.3% over half of the heads).
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
         return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
     }

@@ -174,8 +174,8 @@ __device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
-// Programmatic dependent launch: allows the next entry point in the stream to start when all blocks of this one have
-// started, if its spec has programmatic_launch=True. It must call griddepcontrol_wait before it reads this one's
+// Programmatic dependent launch: the next entry point in the stream may start when every block of this one has called
+// this or exited, if its spec has programmatic_launch=True. It must call griddepcontrol_wait before it reads this one's
 // results. No effect before compute capability 9.0.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
