@@ -7,14 +7,15 @@
 // clang-format off
 //   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    dQ-store warps, BLOCK_N = 128: add one consumer's dQ from shared memory to dQ_accum in L2 (TMA reduce-add)
+//   warps 2, 3    dQ-store warps, BLOCK_N = 128: TMA stores or adds one consumer's dQ from shared memory to dQ_accum in L2
 //   consumers     S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K
-//     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, BLOCK_N = 128; S1: S^T of m_block 1
+//     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, HEAD_DIM <= 128; S1: S^T of m_block 1
 //     others          | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong: one consumer
 //                                                                                   at a time executes | P dS |
 //
 //   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM in 129 ... 192 and
-//     HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers (bwd_consumer_narrow_v.cuh).
+//     HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers, and the wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...
+//     (bwd_consumer_narrow_v.cuh).
 //   BLOCK_N = 64 (other HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns of dK, dV and dQ
 //     (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ... It adds dQ to dQ_accum from registers
 //     (red.global.add); warps 2 and 3 do nothing or, if DETERMINISTIC, order these additions.
@@ -22,14 +23,11 @@
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P [2][BLOCK_M][BLOCK_N], if BLOCK_N = 64 |
 //                  dQ, if BLOCK_N = 128 | bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
-// Blocks add to dQ_accum in any order, so the last bits of dQ vary between runs; those of dK and dV do not. With
-// DETERMINISTIC (bwd_wgmma_deterministic) a semaphore orders the additions (dq_semaphore.cuh). Warp roles:
-// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it: docs/hopper-backward.md.
-//
-// Building blocks: bwd_consumer.cuh, bwd_consumer_narrow_v.cuh, bwd_consumer_wide.cuh (the mainloop,
-// `bwd_step`), bwd_consumer_keys.cuh (what the first two share; dQ-store warps), bwd_mma_steps.cuh, bwd_fragment.cuh
-// (score, mask, bias, dropout), bwd_epilogue.cuh, bwd_tiles.cuh, bwd_load.cuh, m_block_range.cuh (order of m_blocks),
-// tile_scheduler_bwd.cuh (work tile of a block), dq_semaphore.cuh (additions to dQ), bwd_postprocess.cuh.
+// The first block that reaches a dQ tile stores, the others add in any order: the last bits of dQ vary between runs,
+// those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
+// Both take semaphores (dq_semaphore.cuh, with the cases in which all blocks add to zeros). Warp roles:
+// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it, and in which header:
+// docs/hopper-backward.md.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
@@ -42,8 +40,7 @@
 #define bwd_wgmma_postprocess bwd_wgmma_split_group_postprocess
 #define bwd_wgmma_combine bwd_wgmma_split_group_combine
 #endif
-// For TIMELINE (timeline.cuh): a branch over each mark in blocks that the profiler does not record, instead of a store.
-#define TIMELINE_BRANCH 1
+#define TIMELINE_BRANCH 1                // registers are few (timeline.cuh)
 #define FALLBACK_INLINE __forceinline__  // see non_finite.cuh
 #include "bwd_combine_group.cuh"
 #include "bwd_epilogue.cuh"
@@ -94,8 +91,8 @@ static_assert(!DETERMINISTIC || !(RAGGED || Head::HAS_BLOCK_MAP),
               "DETERMINISTIC supports no block map (semaphore targets are computed from ranges) and no ragged batch");
 
 // If FIRST_BLOCK_STORES and without a mask, each block starts its m_block loop at row n0 (its first key's index) and
-// wraps around, so that the blocks of a head, which start together, neither add to the same dQ tile nor wait for its
-// first store.
+// wraps around. The blocks of a head, which start together, then work on different dQ tiles and rarely wait for a first
+// store. Blocks with n0 >= Sq start at row 0.
 constexpr bool ROTATED = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::HAS_BLOCK_MAP;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
 
@@ -270,12 +267,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
-    // Before griddepcontrol_wait only what bwd_preprocess does not write, and what is complete when it ends: the tile
-    // counter, zeroed before all entry points, and the block map, for which bwd_preprocess waits. After it: delta, and
-    // if RAGGED work_tiles.
+    // This block may start when all blocks of bwd_preprocess have exited; their writes are visible after
+    // griddepcontrol_wait. Before it, the block reads what earlier launches have written: the tile counter (zeroed
+    // before all entry points) and the block map (bwd_preprocess has waited for its kernel). After it: delta,
+    // work_tiles.
     if (Head::HAS_BLOCK_MAP) {
-        const BwdWorkTile work_tile(0,
-                                    work_tile_heads(Hk, group));  // not DETERMINISTIC or RAGGED: blockIdx determines it
+        // With a block map the kernel is neither DETERMINISTIC nor RAGGED: blockIdx determines the work tile.
+        const BwdWorkTile work_tile(0, work_tile_heads(Hk, group));
         if (work_tile.b < B)
             map.fill<THREADS / 32>(work_tile.sequence(score), work_tile.work_head * heads_per_work_tile,
                                    heads_per_work_tile, work_tile.n_block * BLOCK_N);

@@ -33,8 +33,9 @@ __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 #endif
 }
 
-// Offset of a slab in units of 4 bytes, two elements. number: n_block of the batch * H + query head, or for a distance
-// between heads their number; key_offset: 0 or 64.
+// Offset of a slab in units of 4 bytes, two elements. number: (index of the n_block in the batch) * H + query head;
+// key_offset: 0 or 64. The offset is linear in `number`: partial_index(n, Gradient::dK, 0, 0) is the distance of n
+// heads.
 __device__ __forceinline__ long long partial_index(long long number, Gradient gradient, int key_offset, int slab) {
     const long long half = number * (BLOCK_N / 64) + key_offset / 64;
     const int first = gradient == Gradient::dV ? PARTIAL_SLABS_K : 0;

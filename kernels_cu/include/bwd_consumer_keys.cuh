@@ -123,8 +123,8 @@ struct KeyConsumer {
         if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
     }
 
-    // Whether the mask hides all of the consumer's keys from the first m_block. With a causal mask, all of its rows may
-    // be above the diagonal of consumer 1's keys.
+    // Whether the mask hides all of the consumer's keys from the first m_block. This happens to consumer 1: with a
+    // causal mask the rows of the first m_block may end before the first one that sees its keys.
     __device__ __forceinline__ bool first_tile_hidden() const {
         const int first_key = block.m_blocks.n0() + key_offset;
         return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;
@@ -177,8 +177,9 @@ struct KeyConsumer {
         return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer, base + V_AT + key_offset * SmemLayoutV::ROW_BYTES,
                                                     dV, Head::dropout_factor(block.params.score), key_offset, 0);
     }
-    // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: dK is wider than dO
-    // and takes both stages (STAGES = 2), which both consumers have read before the last dS was complete.
+    // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: consumer 1's dK is
+    // wider than a stage of dO and takes both (STAGES = 2), which both consumers have read before the last dS was
+    // complete.
     __device__ __forceinline__ SmemAddr dK_staging() const {
         if constexpr (NARROW_V) return base + (consumer ? dO_AT : Q_AT + stage_of(i) * SmemLayoutQ::BYTES);
         return base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;

@@ -57,7 +57,8 @@ struct BwdBarriers {
     using QPipeline = Pipeline<AT>;  // full: Q (and the bias) by TMA; LSE and delta
     using dOPipeline = Pipeline<QPipeline::END>;
     using FulldQ = BarrierArray<dOPipeline::END, 2>;  // a consumer has staged its dQ for the dQ-store warp
-    // The dQ-store warp has read it. NARROW_V: has read that of the other consumer, with which it shares the buffer.
+    // EmptydQ[c]: the dQ-store warp has read the staged dQ of consumer c. NARROW_V: of consumer c ^ 1, because both
+    // stage in the same buffer.
     using EmptydQ = BarrierArray<FulldQ::END, 2>;
     // Both consumers have written dS of an m_block i, and have read dS of m_block i - 1: a consumer arrives for i
     // after wgmma_wait for dQ of i - 1 (in the next iteration; NARROW_V: at the end of this one), the last product that
@@ -97,6 +98,7 @@ struct BwdTileOffsets {
 constexpr unsigned CONSUMERS_BARRIER = 1;  // all threads of both consumers
 // Threads of one consumer.
 __device__ __forceinline__ unsigned consumer_barrier(unsigned consumer) { return 2 + consumer; }
-// Ping-pong: a consumer waits on its own barrier before it computes P and dS, and then arrives on the other's.
+// Ping-pong: a consumer waits on its own barrier before it computes P and dS (bwd_wgmma_head: P alone), and then
+// arrives on the other's.
 __device__ __forceinline__ unsigned scheduler_barrier(unsigned consumer) { return 4 + consumer; }
 constexpr unsigned CONSUMER_THREADS = 128, BOTH_CONSUMERS = 256;  // threads that sync with or arrive at a named barrier

@@ -1,15 +1,21 @@
-// The semaphores of bwd_wgmma that order the blocks which add to a dQ tile.
+// The semaphores of bwd_wgmma, two per dQ tile: which block stores first and, if DETERMINISTIC, in which order the
+// others add.
 #pragma once
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
-// Layout of dQ_accum with HAS_SEMAPHORES (otherwise the accumulators begin at 0, all of them are zeroed, and all blocks
-// add), in elements of 4 bytes: at 0 the tile counter (fetch_tile_number), padded to 16 bytes; from
-// SEMAPHORES_INDEX on two semaphores per dQ tile, one per consumer; the accumulators (bwd_tiles.cuh). These start at a
-// multiple of ACCUM_ALIGNMENT floats: an L2 line (128 bytes), or, if consumers add to dQ_accum themselves (BLOCK_N =
-// 64), the 512 bytes that a warp adds at a time. DETERMINISTIC: a semaphore counts the work tiles that have added to
-// the consumer's part of the dQ tile. Blocks add to a dQ tile in the order of their work tiles. The first one stores,
-// so that only the tile counter and the semaphores have to be zeroed.
+// dQ_accum, in elements of 4 bytes:
+//
+//   0                     tile counter (fetch_tile_number)
+//   SEMAPHORES_INDEX      two semaphores per dQ tile, one per consumer
+//   accumulators_index    the dQ tiles (bwd_tiles.cuh), aligned to ACCUM_ALIGNMENT: an L2 line of 128 bytes or, if
+//                         consumers add themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time
+//
+// Only the tile counter and the semaphores are zeroed, because the first block stores. Without HAS_SEMAPHORES dQ_accum
+// has only the dQ tiles, which are zeroed, and all blocks add.
+//
+// DETERMINISTIC: a semaphore counts the work tiles that have added to the consumer's part of the dQ tile. Blocks add in
+// the order of their work tiles.
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
 constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));

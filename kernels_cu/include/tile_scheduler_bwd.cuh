@@ -8,14 +8,15 @@
 
 // The order of work tiles. To change it, edit n_block_of_block (unless DETERMINISTIC; m_block_range.cuh calls it, too)
 // and the constructor of BwdWorkTile, the grid in bwd_wgmma.py, and which blocks exit in bwd_wgmma.cu. If
-// DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks wait for each other.
+// DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks can deadlock.
 //
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
 //
 // L2_HEAD_GROUPS (causal, or DETERMINISTIC; here `group` is an L2 head group): the grid is (heads of a group, n_blocks,
 // groups), so that the same n_block of all heads of a group starts together. Causal: the first n_blocks of a head have
-// the most m_blocks and start first; the short work tiles at the end of a group balance the load. Without groups the
-// heads would start one after the other, and the longest work tiles of the last head when other blocks already exit.
+// the most m_blocks and, unless DETERMINISTIC, start first; the short work tiles at the end of a group balance the
+// load. Without groups heads would start one after the other: the longest work tiles of the last head would start when
+// other SMs are already idle.
 //
 // DETERMINISTIC: work tiles are numbered in this order. A block takes the next number from the tile counter when it
 // starts, not its blockIdx, so that it waits only for work tiles that have started.
@@ -30,7 +31,8 @@
 // ascending order, blocks that start together also begin with different m_blocks. Consecutive work tiles have similar
 // lengths, also from one group to the next.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
-// With a window, every group is ascending.
+// With a window that has both bounds, every group is ascending. Without a right bound (no mask, or a left bound only)
+// n_blocks start first to last, and m_blocks are visited in ascending order.
 constexpr bool ALTERNATING = DETERMINISTIC && Head::HAS_RIGHT_BOUND && !Head::HAS_LEFT_BOUND;
 
 struct BwdWorkTile {
@@ -46,7 +48,8 @@ struct BwdWorkTile {
         return L2_HEAD_GROUPS ? Index::y() : Index::x();
     }
 
-    // number: the number of the work tile if DETERMINISTIC, otherwise unused. work_heads: see work_tile_heads.
+    // number: the number of the work tile if DETERMINISTIC, otherwise unused. work_heads: heads of a batch entry that
+    // have work tiles (work_tile_heads in bwd_combine_group.cuh).
     __device__ __forceinline__ BwdWorkTile(unsigned number, unsigned work_heads)
         : n_block(DETERMINISTIC ? 0 : n_block_of_block<BlockIndex>()), work_head(blockIdx.y), b(blockIdx.z) {
         if (DETERMINISTIC) {
