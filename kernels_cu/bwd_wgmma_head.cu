@@ -1,16 +1,16 @@
 // Rung 4 of the backward, for short sequences: bwd_wgmma with one block per key/value head.
 //
-// The block visits the n_blocks of its head one after the other. For the first n_block it stores each tile of dQ to
-// dQ_accum (every row that sees a key sees one there, because there is no window), for the others it adds to it (TMA
-// reduce-add); after the last one it converts dQ_accum to dQ. dQ_accum
-// stays in L2. There is no memset, no semaphore and no postprocess kernel, and the result is deterministic. K and V of
-// the next n_block are loaded during the epilogue.
+// The block visits the n_blocks of its head one after the other. In n_block 0 it stores each dQ tile to dQ_accum, in
+// later n_blocks it adds (TMA reduce-add): without a window, every row that sees a key sees one in n_block 0. After the
+// last n_block it converts dQ_accum, which is still in L2, to dQ. There is no memset, no semaphore and no postprocess
+// kernel, and the result is deterministic. K and V of the next n_block are loaded during the epilogue.
 //
 // clang-format off
 //   warp 0        loads Q and dO per m_block, and K and V of the next n_block as soon as their tiles are free
 //   warp 1        loads LSE and delta per m_block
 //   warps 2, 3    dQ-store warps: each stores one consumer's dQ; stores of an n_block are complete before those of the next start
-//   consumers     as bwd_wgmma with BLOCK_M = 128: dQ of an m_block is computed during the next iteration of the same n_block
+//   consumers     tiles as in bwd_wgmma with BLOCK_M = 128. The wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...; a turn of the ping-pong is P
+//                 alone. dQ of an m_block is computed in the next iteration of the same n_block.
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N], in the epilogue dK and dV | dQ |
 //                  LSE, delta | mbarriers
@@ -32,7 +32,7 @@ constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
                    DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
-static_assert(STAGES == 2, "`LoopState` counts tiles modulo 2 * STAGES = 4");
+static_assert(STAGES == 2, "`LoopState` counts m_blocks modulo 2 * STAGES = 4");
 static_assert(!Head::HAS_SCORE_MOD && !Head::HAS_BLOCK_MAP && !DROPOUT && !RAGGED,
               "score options are not supported: use bwd_wgmma");
 static_assert(!Head::HAS_LEFT_BOUND, "n_block 0 stores dQ of all rows that see a key: no row's keys may begin later");
@@ -105,8 +105,7 @@ struct HeadBlock {
     __device__ __forceinline__ float* dQ_tile(int head, int m0) const {
         return params.dQ_accum + (head0.first_tile<BLOCK_M>(H, kv_head * group + head) + m0 / BLOCK_M) * DQ_TILE_FLOATS;
     }
-    // Calls f(i, head of the group, m0, n0) for the i-th tile: all m_blocks of all n_blocks; and end(n0) after each
-    // n_block.
+    // Calls f(i, head of the group, m0, n0) for the i-th m_block, over all n_blocks, and end(n0) after each n_block.
     template <class F, class End>
     __device__ __forceinline__ void for_each(F f, End end) const {
         unsigned i = 0;
@@ -128,9 +127,9 @@ struct ConsumerWarpgroup {
     const unsigned warp, lane, consumer;
     const int key_offset;                      // first key of the consumer within the n_block
     const float scale_log2;                    // of P = exp2(S * scale_log2 - LSE * log2(e))
-    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // variables of the kernel: members would compile to other code
+    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // local arrays of the kernel: see bwd_wgmma_persistent.cu
     LoopState state;
-    int head = 0, m0 = 0;  // of the next tile
+    int head = 0, m0 = 0;  // of the next m_block
 
     __device__ __forceinline__ ConsumerWarpgroup(const HeadBlock& block, unsigned warp, unsigned lane,
                                                  float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
@@ -148,19 +147,19 @@ struct ConsumerWarpgroup {
         mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * SmemLayoutPdS::ROW_BYTES)),
                SmemLayoutK::mn_major(base + K_AT));
     }
-    // Waits until the dQ-store warp has read dQ of tile i - 1, then writes dQ of tile i to shared memory.
+    // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
     __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[D_PAD / 2], unsigned i) const {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
         stage_dQ(base + dQ_AT + consumer * 4 * DQ_CONSUMER_FLOATS, dQ);
     }
-    // Arrives on the full barriers of dQ, if has_dQ, and of dS of tile i: the consumer has written both.
+    // Arrives on the full barriers of dQ, if has_dQ, and of dS of m_block i: the consumer has written both.
     __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned i) const {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (lane == 0 && has_dQ) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
         if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, i % 2));
     }
-    // Waits until both consumers have written dS of tile i.
+    // Waits until both consumers have written dS of m_block i.
     __device__ __forceinline__ void wait_dS(unsigned i) const {
         mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
     }
@@ -171,8 +170,8 @@ struct ConsumerWarpgroup {
         const bool has_previous = state.m_blocks_of_n_block() > 0;  // within this n_block
         const unsigned i = state.i();
         const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
-        // Without a previous tile the product is discarded: any initialised memory that is not being written will do,
-        // here K.
+        // Without a previous m_block the product is discarded: any initialised memory that is not being written will
+        // do, here K.
         const unsigned dQ_from = has_previous ? previous_dS_at : K_AT;
         const float* const stats =  // of the lane's first two queries
             reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + thread_index_x() % 4 * 2;
@@ -182,7 +181,7 @@ struct ConsumerWarpgroup {
         QPipeline::wait(base, i);
         TIMELINE(S);
         mma_SdP_own_keys(S, K_AT, Q_at);
-        wgmma_wait<1>();  // dK of the previous tile
+        wgmma_wait<1>();  // dK of the previous m_block
         if (has_previous) release_stage<QPipeline>(base, i - 1, lane == 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
@@ -239,7 +238,7 @@ struct ConsumerWarpgroup {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
         if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        wgmma_wait<0>();
+        wgmma_wait<0>();  // returns at once: no wgmma is in flight
         warpgroup_fence_operand(dK);
         warpgroup_fence_operand(dV);
         release_stage<QPipeline>(base, i - 1, lane == 0);

@@ -11,7 +11,7 @@
 //   warp 0        tile scheduler: fetches and publishes work tiles; loads Q and dO per m_block, K and V with the first m_block
 //   warp 1        loads LSE and delta per m_block
 //   warps 2, 3    store warps: each stores one consumer's staging buffer, which contains dQ, dV or dK
-//   consumers     as bwd_wgmma with BLOCK_M = 128
+//   consumers     as bwd_wgmma with BLOCK_M = 128, but a turn of the ping-pong includes the store of dS to shared memory
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | staging [2] | LSE, delta |
 //                  second K [BLOCK_N] | mbarriers, work tiles, `StagedStore` descriptions
@@ -20,7 +20,6 @@
 // Load and store warps have 24 registers (setmaxnreg). If they spill, ptxas adds register copies to the consumers'
 // loops, too. So these warps read a published value (one that warp 0 has written to shared memory) again instead of
 // keeping it.
-#define DETERMINISTIC 0
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
 #include "bwd_epilogue.cuh"
@@ -68,7 +67,7 @@ struct StagedStore {
 };
 constexpr unsigned STAGING_SLOTS = 16;  // ring buffer of descriptions: warp 0 is at most eight ahead of the store warps
 constexpr int NEEDS_MASK = 1,
-              LAST_TILE = 2;  // flags of a tile: the mask hides some elements; last m_block of the work tile
+              LAST_M_BLOCK = 2;  // flags of an m_block: the mask hides some elements; it is the last of the work tile
 
 using EmptyK = BarrierArray<BARRIERS_AT, 2>;  // per K buffer: both consumers have read it
 using EmptyV = BarrierArray<EmptyK::END, 1>;
@@ -119,12 +118,16 @@ struct ConsumerWarpgroup {
     const int key_offset;    // first key of the consumer within the work tile
     const float scale_log2;  // of P = exp2(S * scale_log2 - LSE * log2(e))
     const SmemAddr staging;
-    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // variables of the kernel: members would compile to other code
-    // Counters over all work tiles. staged_count: uses of the staging buffer. The first has no data: the consumer
-    // commits before it stages dQ of the first m_block. i: m_blocks. K_index (nonempty_tiles of the load warp): index
-    // of the work tile among those with visible queries, modulo 2 its K buffer; previous_K_index: the same for the
-    // previous m_block. tile_index: work tiles.
-    unsigned staged_count = 1, i = 0, previous_K_index = ~0u, K_index = ~0u, tile_index = 0;
+    // Local arrays of the kernel. As members, which bwd_wgmma has, they take the same registers and do not spill
+    // either, but the machine code differs; its speed was not measured.
+    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];
+    // Counters over all work tiles.
+    unsigned staged_count = 1;        // uses of the staging buffer; use 0 is a commit without data, before the first dQ
+    unsigned i = 0;                   // m_blocks
+    unsigned previous_K_index = ~0u;  // K_index of the previous m_block, whose dQ is computed now
+    unsigned K_index = ~0u;   // of the work tile, among those with visible queries (nonempty_tiles of the load warp);
+                              // its K is in buffer K_index % 2
+    unsigned tile_index = 0;  // work tiles
 
     __device__ __forceinline__ ConsumerWarpgroup(const BwdParams& params, SmemAddr base, unsigned warp, unsigned lane,
                                                  float (&dK)[D_PAD / 2], float (&dV)[D_PAD / 2])
@@ -132,7 +135,7 @@ struct ConsumerWarpgroup {
           scale_log2(Head::softmax_scale_of(params.score) * Head::LOG2E),
           staging(base + STAGING_AT + consumer * STAGING_BYTES), dK(dK), dV(dV) {}
 
-    // Before the first work tile: dS of the tile before it is 0, and consumer 0 has the first turn.
+    // Before the first work tile: dS of the m_block before the first one is 0, and consumer 0 has the first turn.
     __device__ __forceinline__ void start() const {
         const unsigned zeros[BLOCK_M / 16][4] = {};
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_AT + SmemLayoutPdS::BYTES), warp % 4 * 2, zeros);
@@ -161,7 +164,7 @@ struct ConsumerWarpgroup {
         mma_SdP_own_keys<HEAD_DIM>(S, K_at(K_index), Q_at);
         const unsigned flags =
             uniform(lane_flags);  // not later, between the scheduler barriers, where the other consumer waits
-        wgmma_wait<1>();          // dK of the previous tile
+        wgmma_wait<1>();          // dK of the previous m_block
         release_stage<QPipeline>(base, i - 1, lane == 0 && i > 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
@@ -179,7 +182,7 @@ struct ConsumerWarpgroup {
         TIMELINE(dP);
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);
-        if (lane == 0 && flags & LAST_TILE) mbarrier_arrive(EmptyV::at(base, 0));
+        if (lane == 0 && flags & LAST_M_BLOCK) mbarrier_arrive(EmptyV::at(base, 0));
         TIMELINE(dS);
         compute_dS(dS, P, dP, stats + BLOCK_M);
         wait_dS();  // both consumers have read the dS that this one overwrites
@@ -199,7 +202,7 @@ struct ConsumerWarpgroup {
         wgmma_wait<1>();  // dV
         release_stage<dOPipeline>(base, i, lane == 0);
         ++i;
-        return (flags & LAST_TILE) != 0;
+        return (flags & LAST_M_BLOCK) != 0;
     }
     __device__ __forceinline__ unsigned K_at(unsigned index) const { return K_AT + index % 2 * SECOND_K_OFFSET; }
     __device__ __forceinline__ SmemAddr own_keys(SmemAddr dS_tile) const {
@@ -212,7 +215,7 @@ struct ConsumerWarpgroup {
         mma_SdP<COLUMNS>(C, SmemLayoutK::k_major(base + keys_at + key_offset * SmemLayoutK::ROW_BYTES),
                          SmemLayoutQ::k_major(base + queries_at));
     }
-    // 64 rows of dQ = dS K of the previous tile.
+    // 64 rows of dQ = dS K of the previous m_block.
     __device__ __forceinline__ void mma_own_dQ(float (&dQ)[D_PAD / 2], unsigned dS_at) const {
         mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at + consumer * (64 * SmemLayoutPdS::ROW_BYTES)),
                SmemLayoutK::mn_major(base + K_at(previous_K_index)));
@@ -233,7 +236,7 @@ struct ConsumerWarpgroup {
         __syncwarp();  // all lanes have written
         if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
     }
-    // Commits dS of the previous tile and the staging buffer. Called in the next iteration, and after the last one.
+    // Commits dS of the previous m_block and the staging buffer. Called in the next iteration, and after the last one.
     __device__ __forceinline__ void commit_dQ_dS() const {
         commit_staging();
         if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, i % 2));

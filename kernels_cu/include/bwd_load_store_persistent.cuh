@@ -9,13 +9,13 @@ struct LoadWarp {
     // Counts: work tiles with visible queries; work tiles; staged stores; m_blocks.
     unsigned nonempty_tiles = 0, tile_index = 0, staged_count = 0, i = 0;
 
-    // The tile counter is read late, when consumers are at most STAGES tiles behind, for load balance.
+    // The tile counter is read late, when consumers are at most STAGES m_blocks behind, for load balance.
     __device__ __forceinline__ PersistentWorkTile fetch_work_tile() const {
         const unsigned number =
             tile_index ? grid_size_x() + atomicAdd(reinterpret_cast<unsigned*>(params.dQ_accum), 1u) : block_index_x();
         return work_tile_of(number, params.score, params.Hk, params.B);
     }
-    // Publishes the work tile and, if no tile of dQ will be staged before them, its stores of dV and dK.
+    // Publishes the work tile; if it has no m_blocks, also its stores of dV and dK; after the last work tile, LAST_DQ.
     __device__ __forceinline__ void publish(const PersistentWorkTile& work_tile) {
         WorkTilePipeline::acquire(base, tile_index);
         work_tile.publish(work_tile_slot(tile_index));
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_stats(const BwdParams& params, SmemAddr bas
             const volatile Range& fully_visible = work_tile.fully_visible[lane % 2];
             const int flags = (m0 < fully_visible.begin) | (m0 + BLOCK_M > fully_visible.end) ? NEEDS_MASK : 0;
             m_block.next(work_tile);
-            if (lane < 2) flags_of(i, lane) = flags | (m_block.head < params.group ? 0 : LAST_TILE);
+            if (lane < 2) flags_of(i, lane) = flags | (m_block.head < params.group ? 0 : LAST_M_BLOCK);
             __syncwarp();  // all lanes have written before lane 0 arrives
             if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
             ++i;
@@ -128,7 +128,7 @@ struct StoreWarp {
 
     __device__ __forceinline__ void run() const {
         const SmemAddr from = base + STAGING_AT + consumer * STAGING_BYTES;
-        int previous_dQ_tile = -1;  // tile of the previous description, whose dQ is staged now; -1: none
+        int previous_dQ_tile = -1;  // of the m_block of the previous description, whose dQ is staged now; -1: none
         wait_staging(0);            // the consumer's first commit has no data
         release_staging();
 #pragma unroll 1
