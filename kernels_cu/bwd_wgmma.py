@@ -198,8 +198,8 @@ def split_group_pays(p: Problem) -> bool:
     (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
 
     Without a causal mask all work tiles are equally long and run in waves. With one they have half of that length on
-    average, longest first, and the last ones end 0.25 later than the average, 0.5 in a ragged batch. Splitting adds
-    the partial results of dK and dV: 4%."""
+    average, longest first, and the last ones end 0.25 later than the average, 0.5 in a ragged batch that is not split.
+    Splitting adds the partial results of dK and dV, which takes 4%. It must gain 2% more, with a causal mask 8%."""
     if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
@@ -245,15 +245,18 @@ split_group = replace(
 
 
 def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """L2 head groups. With a window, whose work tiles are equally long, a group has at most one wave. Without a mask it
-    has twice as many heads, or four times for BLOCK_N = 64 and at least 8192 rows (measured), so that fewer blocks of
-    the same head start together and wait for each other's semaphores."""
+    """L2 head groups. With a window, whose work tiles are equally long, a group has a wave, rounded up to whole heads.
+
+    Without a mask it has twice as many heads from 4096 keys on (BLOCK_N = 128: up to 8192; BLOCK_N = 64: four times as
+    many from 8192 on; measured), so that fewer blocks of the same head start together and wait for each other's
+    semaphores.
+    """
     width, tiles, _ = head_group_grid(p, t)
-    heads, rows = p.batches * p.Hk, tiles * t.BLOCK_N
+    heads, keys = p.batches * p.Hk, tiles * t.BLOCK_N
     if p.bounds[0] is not None and tiles:
         width = min(cdiv(HOPPER_SMS, tiles), heads)
-    elif p.bounds[1] is None and heads and rows >= 4096 and (t.BLOCK_N == 64 or rows <= 8192):
-        width = min((4 if t.BLOCK_N == 64 and rows >= 8192 else 2) * width, heads)
+    elif p.bounds[1] is None and heads and keys >= 4096 and (t.BLOCK_N == 64 or keys <= 8192):
+        width = min((4 if t.BLOCK_N == 64 and keys >= 8192 else 2) * width, heads)
     return width, tiles, cdiv(heads, width) if heads else 0
 
 
