@@ -27,15 +27,22 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _rotated(x: Any, seed: int) -> Any:
-    """By the fast Hadamard transform."""
+    """By the fast Hadamard transform, in float32 or wider. The factor comes first, so that no intermediate is larger
+    than the largest result: of two numbers, the sum or the difference is at least as large as either."""
     D = x.shape[-1]
     size, half = D & -D, 1
     minus = np.flatnonzero(np.random.default_rng(seed).random(D) < 0.5).tolist()
-    y = x * 1
+    y = (_as_dtype(x, "float32") if x.dtype.itemsize < 4 else x) * size**-0.5
     y[..., minus] = -y[..., minus]
     while half < size:
         pairs = y.reshape((*x.shape[:-1], D // (2 * half), 2, half))
         sums, differences = pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]
         pairs[..., 0, :], pairs[..., 1, :] = sums, differences
         y, half = pairs.reshape(x.shape), 2 * half
-    return y * size**-0.5
+    return y if y.dtype == x.dtype else _as_dtype(y, x.dtype)
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    if hasattr(x, "astype"):
+        return x.astype(dtype)
+    return x.float() if dtype == "float32" else x.to(dtype)

@@ -213,3 +213,22 @@ def test_rotate() -> None:
     assert (abs(sandbox.rotate(one, one)[0]) == 1).all()
     with pytest.raises(UnsupportedProblem, match="D must be the same"):
         sandbox.rotate(one, one[:, :32])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_rotate_overflows_only_if_the_result_does(dtype: str) -> None:
+    """The largest result is half of the largest number; without the factor it would be 11.3 times as large. The result
+    is the rounded product with the matrix."""
+    kind = getattr(torch, dtype)
+    D, most = 128, torch.finfo(kind).max / 2
+    signs = torch.from_numpy(np.where(np.random.default_rng(0).random(D) < 0.5, -1.0, 1.0))
+    q = (signs * (most / D**0.5)).to(kind)[None]
+    matrix = sandbox.rotate(torch.eye(D, dtype=torch.float64), q)[0]
+    found = [sandbox.rotate(q, q)[0]]
+    if dtype != "bfloat16":
+        found.append(torch.from_numpy(sandbox.rotate(q.numpy(), q.numpy())[0]))
+    for rotated in found:
+        assert rotated.dtype == kind
+        expected = float((q.double() @ matrix)[0, 0])
+        assert float(rotated[0, 0]) == pytest.approx(expected, rel=torch.finfo(kind).eps, abs=0)
+        assert abs(rotated[0, 1:].double()).max() < most / 1000
