@@ -30,6 +30,7 @@ CPU = _LAST_WITH_OPTIONS  # the CPU backend uses the tiles of this architecture
 # The bits of a macro's value that matter here: not the dtype of a bias, the page size, or the value of Dv. Bits 2 and 3
 # of BIAS: as `_bias_level` in core/options.py sets them.
 _BITS = {"BIAS": 12, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
+_SUMS = {"WINDOW", "DESCALE"}  # each bit of the value adds code: a row has an option for each, such as "WINDOW=2"
 _IGNORED = (
     "SCORE_BYTES",
     "BLOCK_MAP",  # follows from MASK or SCORE_HIDES
@@ -57,7 +58,11 @@ def options_of(problem: Problem) -> frozenset[str]:
     found = {name: value & _BITS.get(name, -1) for name, value in macros(problem).items() if name not in _IGNORED}
     score = problem.score
     kinds = {"CAUSAL": problem.causal, "SCORE_CHANGES": score and score.changes, "SCORE_HIDES": score and score.hides}
-    return frozenset(f"{name}={value}" for name, value in (found | {name: 1 for name in kinds if kinds[name]}).items())
+    return frozenset(
+        f"{name}={part}"
+        for name, value in (found | {name: 1 for name in kinds if kinds[name]}).items()
+        for part in ((1 << i for i in range(value.bit_length()) if value >> i & 1) if name in _SUMS else (value,))
+    )
 
 
 def dtype_of(problem: Problem) -> str:

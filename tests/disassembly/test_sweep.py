@@ -130,6 +130,26 @@ def test_rows_apply_to_more_options_and_smaller_head_dimensions(kernel: Kernel) 
     assert spills.text_of(Tile(BLOCK_M=64, BLOCKS=132)) == spills.text_of(Tile(BLOCK_M=64, BLOCKS=78)) == "BLOCK_M=64"
 
 
+FLOAT8 = dataclasses.replace(PLAIN, dtype="float8_e4m3")
+ADDED = {  # options of a problem, and options of which it has all, in one macro whose value is a sum
+    "right bound": (PLAIN, {"window": (3, 5)}, {"window": (3, None)}),
+    "left bound": (PLAIN, {"window": (3, 5)}, {"window": (None, 5)}),
+    "descale arrays": (FLOAT8, {"descale": ((1, 1),) * 3}, {"descale": (1.0, 1.0, 1.0)}),
+    "a descale array": (FLOAT8, {"descale": ((1, 1),) * 3}, {"descale": (1.0, (1, 1), 1.0)}),
+}
+
+
+@pytest.mark.parametrize(("problem", "more", "fewer"), ADDED.values(), ids=ADDED)
+def test_rows_apply_to_macros_with_more_bits(kernel: Kernel, problem: Problem, more: dict, fewer: dict) -> None:
+    """And not to those with fewer."""
+    more, fewer = (dataclasses.replace(problem, **options) for options in (more, fewer))
+    for row_of, expected in ((fewer, (8, 8)), (more, (0, 8))):
+        options = " ".join(sorted(spills.options_of(row_of)))
+        row = spills.Row("sm_90", spills.text_of(WIDE), spills.dtype_of(problem), options, {64: 8})
+        table = spills.Table(["sm_90"], [row])
+        assert tuple(table.spilled(each, WIDE, (9, 0)) for each in (fewer, more)) == expected
+
+
 def test_selection_avoids_tiles_that_spill(kernel: Kernel) -> None:
     """A tile that is requested is used; of tiles that all spill, the one that spills least."""
     wide, narrow = (spills.text_of(tile) for tile in (WIDE, NARROW))
