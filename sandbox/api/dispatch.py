@@ -63,8 +63,12 @@ class PlanCache(dict[tuple, "Plan"]):
     def learn(
         self, which: str, options: Options, arrays: tuple[Any, ...], addresses: Sequence[int], plan: Plan
     ) -> None:
-        """Stores a route to `plan`, if the library can compare arrays and the addresses are aligned."""
+        """Stores a route to `plan`, if the library can compare arrays and the addresses are aligned. The route may be
+        there already: some calls do not look for one (see `known`)."""
         if 0 in addresses or any(address % ALIGNED for address in addresses):
+            return
+        present = self.routes[which].get(options, ())
+        if any(route.plan is plan and route.same_signature(*arrays) for route in present):
             return
         library: Library = library_of(arrays[0])
         if same_signature := library.same_signature(*arrays):
@@ -74,9 +78,9 @@ class PlanCache(dict[tuple, "Plan"]):
             routes = self.routes[which]
             if len(routes) >= _MAX_PLANS:
                 routes.clear()
-            others = routes.get(options, ())[: _MAX_ROUTES - 1]
             latent = _latent(which, addresses)
-            routes[options] = (Route(same_signature, library.pointer, plan, requires_grad, latent), *others)
+            added = Route(same_signature, library.pointer, plan, requires_grad, latent)
+            routes[options] = (added, *present[: _MAX_ROUTES - 1])
 
 
 _plans = PlanCache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -119,6 +120,8 @@ def plain_options(causal: Any, scale: Any) -> Options:
             return _CAUSAL
         if causal is False:
             return DEFAULT
+    elif type(scale) is not float:
+        scale = _as_float(scale)
     return _new(Options, (causal, scale) + _AFTER_SCALE)  # noqa: RUF005  # faster
 
 
@@ -147,6 +150,8 @@ def collect(
     A seed that is not an array becomes an array of q's library, on q's device; a seed of None is drawn there. Raises
     TypeError for a keyword argument that `function` does not have.
     """
+    if scale is not None and type(scale) is not float:
+        scale = _as_float(scale)
     if _PASSED_THROUGH.issuperset(keywords):
         return basic_options(causal, scale, **keywords), ()
     fields = _DEFAULTS | {"causal": causal, "scale": scale}
@@ -239,6 +244,12 @@ def constant(name: str, value: Any) -> float:
     if hasattr(value, "requires_grad") and library_of(value).differentiates(value):
         raise UnsupportedProblem(no_derivative(name))
     return number(name, value)
+
+
+def _as_float(scale: Any) -> Any:
+    """An int or a NumPy number as a float, for which `dispatch.known` finds a route. An array stays as it is: reading
+    it may wait for a GPU."""
+    return number("scale", scale) if isinstance(scale, Real) else scale
 
 
 def _value(name: str, value: Any) -> Any:

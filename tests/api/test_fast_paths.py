@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import sandbox
@@ -53,6 +54,47 @@ def test_a_route_is_made_when_a_key_is_met_again(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(both(q, k, 2 * v, dout)[0], 2 * found[0][0])
     sandbox.reload()
     assert routes() == 0
+
+
+@pytest.mark.parametrize("scale", [1, True, np.float64(0.3), np.float32(0.25), np.int64(2)], ids=repr)
+@pytest.mark.parametrize("options", [{}, KERNELS, {"window": (3, 0)}], ids=["plain", "basic", "window"])
+def test_a_scale_that_is_a_number_finds_its_route(monkeypatch: pytest.MonkeyPatch, options: dict, scale: Any) -> None:
+    q, k, v = (x.float().numpy() for x in tensors()[:3])
+    expected = [sandbox.attention(q, k, v, scale=float(scale), **options) for _ in range(2)]
+    assert routes() == 1
+    monkeypatch.setattr(dispatch, "_planned", lambda *args: pytest.fail("no route"))
+    for function in (sandbox.attention, lambda *args, **more: sandbox.attention_forward(*args, **more)[0]):
+        assert (function(q, k, v, scale=scale, **options) == expected[0]).all()
+
+
+def with_level(call: Callable[..., Any]) -> Callable[..., Any]:
+    def in_level(*args: Any, **options: Any) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return call(*args, **options)
+
+    return in_level
+
+
+WITHOUT_ROUTE: dict[str, Any] = {
+    "scale of PyTorch": {"scale": torch.tensor(0.25)},
+    "scale of NumPy": {"scale": np.array(0.25)},
+    "dict": {"tile": {"BLOCK_M": 16, "BLOCK_N": 16}},
+    "dual level": {},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROUTE)
+def test_calls_that_find_no_route_evict_none(name: str) -> None:
+    """They find their plan by its key, at each call."""
+    q, k, v, _ = tensors()
+    for S in range(1, 6):
+        for _ in range(2):
+            sandbox.attention(q[:, :, :S], k, v, **KERNELS)
+    before = routes()
+    call = with_level(sandbox.attention) if name == "dual level" else sandbox.attention
+    for _ in range(12):
+        call(q, k, v, **KERNELS, **WITHOUT_ROUTE[name])
+    assert routes() <= before + 1
 
 
 def test_without_tensor_guards(monkeypatch: pytest.MonkeyPatch) -> None:
