@@ -23,6 +23,7 @@ from ..engine.staging import Staged
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
 from .options import check_dimensions, check_int32
+from .plan import one_library
 
 _MAX_PLANS = 4096
 _ALIGNMENT = 16  # bytes, of every array
@@ -51,7 +52,7 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
     or do not begin at a multiple of 16 bytes; CompileError, SpecError, ToolchainMissing.
     """
     if not inputs:
-        problem_of(registry.get(name, "operation"), ())  # raises
+        _check_count(registry.get(name, "operation"), 0)  # raises
     if library_of(inputs[0]).requires_grad(*inputs):
         from .torch_autograd import recorded_call
 
@@ -83,6 +84,9 @@ def append_kv(
     value; CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
     dense, packed = block_table is None, cu_seqlens is not None
+    given = {"k_new": k_new, "v_new": v_new, "k_pages": k_pages, "v_pages": v_pages, "key_lengths": key_lengths}
+    given |= ({} if dense else {"block_table": block_table}) | ({"cu_seqlens": cu_seqlens} if packed else {})
+    one_library([*given], [*given.values()])
     for name, x in (("k_new", k_new), ("v_new", v_new)):
         check_dimensions(name, x, "(total, Hk, D)" if packed else "(B, Hk, n, D)")
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -234,14 +238,17 @@ def gradient_of(kernel: Kernel) -> Kernel:
     return backward
 
 
+def _check_count(kernel: Kernel, inputs: int) -> None:
+    names = operation_of(kernel).inputs
+    if inputs != len(names):
+        raise UnsupportedProblem(
+            f"{kernel.name} takes {len(names)} inputs, and {inputs} were passed: {', '.join(names)}"
+        )
+
+
 def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
     """The problem of these inputs. Raises UnsupportedProblem if they do not fit the operation."""
     operation = operation_of(kernel)
-    names = ", ".join(operation.inputs)
-    if len(views) != len(operation.inputs):
-        raise UnsupportedProblem(
-            f"{kernel.name} takes {len(operation.inputs)} inputs, and {len(views)} were passed: {names}"
-        )
     sizes: dict[str, tuple[int, str]] = {}
     dtype, dtype_from = "", ""
     for (name, tensor), view in zip(operation.inputs.items(), views, strict=True):
@@ -263,7 +270,8 @@ def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
             dtype, dtype_from = view.dtype, name
         _check_strides(kernel, name, view, tensor.strided)
         if view.device != views[0].device:
-            raise UnsupportedProblem(f"{kernel.name}: {name} is on another device than {names.split(',')[0]}: move it")
+            first = next(iter(operation.inputs))
+            raise UnsupportedProblem(f"{kernel.name}: {name} is on another device than {first}: move it")
     return operation.sized({dim: size for dim, (size, _) in sizes.items()}, dtype or kernel.dtypes[0])
 
 
@@ -296,7 +304,9 @@ class _Making(NamedTuple):
 
 def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, backend: str | None) -> _Run:
     kernel = registry.get(name, "operation")
-    views = [library_of(array).view(array) for array in arrays]
+    _check_count(kernel, len(arrays))
+    one_library([*operation_of(kernel).inputs], arrays)
+    views = [*map(library.view, arrays)]
     problem: Any = problem_of(kernel, views)
     home = views[0].device
     if backend not in (None, "cpu", "cuda"):

@@ -105,17 +105,22 @@ def _copying_plan(
 
 def _views(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Library, dict[str, ArrayView]]:
     """The library of the arrays, which must be the same for all, and their views."""
-    library = library_of(arrays[0])
-    for name, array in zip(names, arrays, strict=True):
-        other = library_of(array, argument_name(name, names))
-        if other is not library:
-            raise UnsupportedProblem(
-                f"{names[0]} is a {library.name} array and {argument_name(name, names)} a {other.name} array: "
-                "pass arrays of one library"
-            )
+    shown = [argument_name(name, names) for name in names]
+    library = one_library(shown, arrays)
     return library, {
-        name: _view(library, name, argument_name(name, names), array) for name, array in zip(names, arrays, strict=True)
+        name: _view(library, name, said, array) for name, said, array in zip(names, shown, arrays, strict=True)
     }
+
+
+def one_library(names: Sequence[str], arrays: Sequence[Any]) -> Library:
+    """The library of the arrays. Raises UnsupportedProblem if there are several, or if one is not an array."""
+    library = library_of(arrays[0], names[0])
+    for name, array in zip(names, arrays, strict=True):
+        if (other := library_of(array, name)) is not library:
+            raise UnsupportedProblem(
+                f"{names[0]} is a {library.name} array and {name} a {other.name} array: pass arrays of one library"
+            )
+    return library
 
 
 def _view(library: Library, name: str, shown: str, array: Any) -> ArrayView:

@@ -123,3 +123,16 @@ def test_what_makes_no_sense(changes: dict[str, Any], error: type[Exception], sa
     given = {"k_pages": k_pages, "block_table": table, "key_lengths": LENGTHS, "cu_seqlens": OFFSETS, **changes}
     with pytest.raises(error, match=said):
         sandbox.append_kv(drawn(14, Hk, D), drawn(14, Hk, Dv), v_pages=v_pages, **given)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_arrays_of_two_libraries(dense: bool) -> None:
+    k_pages, v_pages, table = pages()
+    if dense:
+        k_pages, v_pages, table = drawn(B, Hk, 30, D), drawn(B, Hk, 30, Dv), None
+    given = {"k_new": drawn(14, Hk, D), "v_new": drawn(14, Hk, Dv), "k_pages": k_pages, "v_pages": v_pages}
+    given |= {"block_table": table, "key_lengths": LENGTHS, "cu_seqlens": OFFSETS}
+    for name in given.keys() - ({"block_table"} if dense else {}):
+        said = "PyTorch array and v_new a NumPy" if name == "k_new" else f"NumPy array and {name} a PyTorch"
+        with pytest.raises(UnsupportedProblem, match=f"^k_new is a {said} array: pass arrays of one library"):
+            sandbox.append_kv(**given | {name: torch.from_numpy(np.ascontiguousarray(given[name]))})
