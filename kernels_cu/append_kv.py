@@ -30,18 +30,22 @@ def append(k_new: Any, v_new: Any, block_table: Any, key_lengths: Any, cu_seqlen
 
 def operation_for(pages: str = "") -> Operation:
     """`pages`: the dtype of the pages, by default that of the new rows, whose values are then copied exactly."""
-    cache = {name: Tensor("pages", "Hk", "size", d, dtype=pages, strided=True)
+    cache = {name: Tensor("pages", "Hk", "size", d, dtype=pages, strided=True, aligned=False)
              for name, d in (("k_pages", "D"), ("v_pages", "Dv"))}  # fmt: skip
     return Operation(
         dims=("B", "N", "n", "ends", "tables", "most", "pages", "size", "Hk", "D", "Dv"),
         inputs={
-            "k_new": Tensor("N", "Hk", "n", "D", strided=True),
-            "v_new": Tensor("N", "Hk", "n", "Dv", strided=True),
+            "k_new": Tensor("N", "Hk", "n", "D", strided=True, aligned=False),
+            "v_new": Tensor("N", "Hk", "n", "Dv", strided=True, aligned=False),
             "block_table": Tensor(
-                "tables", "most", dtype="int32", values=lambda rng, s: rng.permutation(s[0] * s[1]).reshape(s)
+                "tables",
+                "most",
+                dtype="int32",
+                aligned=False,
+                values=lambda rng, s: rng.permutation(s[0] * s[1]).reshape(s),
             ),
-            "key_lengths": Tensor("B", dtype="int32", values=lambda rng, s: rng.integers(-1, 5, s)),
-            "cu_seqlens": Tensor("ends", dtype="int32", values=offsets),
+            "key_lengths": Tensor("B", dtype="int32", aligned=False, values=lambda rng, s: rng.integers(-1, 5, s)),
+            "cu_seqlens": Tensor("ends", dtype="int32", aligned=False, values=offsets),
             **cache,
         },
         outputs=cache,

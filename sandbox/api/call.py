@@ -26,12 +26,17 @@ from .options import check_dimensions, check_int32
 from .plan import one_library
 
 _MAX_PLANS = 4096
-_ALIGNMENT = 16  # bytes, of every array
+_ALIGNMENT = 16  # bytes, of arrays whose Tensor is `aligned`
 _NO_KEY = (TypeError, AttributeError, RuntimeError)  # an array for which no plan can be stored
 _Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
 
 
-class _Plans(dict[tuple, _Run]):
+class _Plan(NamedTuple):
+    run: _Run
+    aligned: tuple[tuple[int, str], ...]  # number and name of the inputs that begin at a multiple of 16 bytes
+
+
+class _Plans(dict[tuple, _Plan]):
     """Plans by their keys, for one state of the registry."""
 
     generation = -1
@@ -49,7 +54,7 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
     kernel of its `gradient`.
 
     Raises UnknownKernel; UnsupportedProblem for arrays that do not fit the operation or the kernel, are not contiguous,
-    or do not begin at a multiple of 16 bytes; CompileError, SpecError, ToolchainMissing.
+    or do not begin at a multiple of 16 bytes, unless their Tensor allows it; CompileError, SpecError, ToolchainMissing.
     """
     if not inputs:
         _check_count(registry.get(name, "operation"), 0)  # raises
@@ -204,10 +209,12 @@ def run(name: str, inputs: tuple[Any, ...], tile: Any = None, backend: str | Non
             _plans[key] = plan
         addresses = [*map(library.pointer, arrays)]
     if reduce(or_, addresses) % _ALIGNMENT:
-        raise UnsupportedProblem(
-            f"{name}: an array that does not begin at a multiple of {_ALIGNMENT} bytes is not supported: pass a copy"
-        )
-    return plan(arrays, addresses)
+        for i, array in plan.aligned:
+            if addresses[i] % _ALIGNMENT:
+                raise UnsupportedProblem(
+                    f"{name}: {array} does not begin at a multiple of {_ALIGNMENT} bytes: pass a copy"
+                )
+    return plan.run(arrays, addresses)
 
 
 def operation_of(kernel: Kernel) -> Operation:
@@ -302,7 +309,7 @@ class _Making(NamedTuple):
         return tuple(known[name] for name in operation.outputs)
 
 
-def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, backend: str | None) -> _Run:
+def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, backend: str | None) -> _Plan:
     kernel = registry.get(name, "operation")
     _check_count(kernel, len(arrays))
     one_library([*operation_of(kernel).inputs], arrays)
@@ -320,14 +327,15 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
         for shape in (tensor.shape(problem),)
     }
     making = _Making(kernel, problem, chosen, device, library, outputs, scratch_of(kernel, problem, chosen))
-    plan = _direct(making, arrays) if device == home else _staged(making)
+    launch = _direct(making, arrays) if device == home else _staged(making)
+    aligned = tuple((i, n) for i, (n, tensor) in enumerate(operation_of(kernel).inputs.items()) if tensor.aligned)
     if convert := library.to_caller(arrays[0]):
-        return lambda arrays, addresses: tuple(map(convert, plan(arrays, addresses)))
-    return plan
+        return _Plan(lambda arrays, addresses: tuple(map(convert, launch(arrays, addresses))), aligned)
+    return _Plan(launch, aligned)
 
 
 def _direct(making: _Making, arrays: tuple[Any, ...]) -> _Run:
-    """A plan for arrays on the device of the launch."""
+    """For arrays on the device of the launch."""
     library, like = making.library, arrays[0]
     names = operation_of(making.kernel).reads
     scratch = {
@@ -342,19 +350,19 @@ def _direct(making: _Making, arrays: tuple[Any, ...]) -> _Run:
     allocators, count = [*makers.values()], len(making.outputs)
     in_place = operation_of(making.kernel).in_place
 
-    def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+    def run(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         made = [allocate() for allocate in allocators]  # scratch is freed in stream order
         launch((*addresses, *map(pointer, made)), stream())
         return making.results(arrays, dict(zip(makers, made, strict=True))) if in_place else tuple(made[:count])
 
-    return plan
+    return run
 
 
 def _staged(making: _Making) -> _Run:
-    """A plan for arrays on another device: they are copied there, and the results back."""
+    """For arrays on another device: they are copied there, and the results back."""
     library, names = making.library, operation_of(making.kernel).reads
 
-    def plan(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+    def run(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         scratch = (library.allocator(arrays[0], s, dense_strides(s), "float32") for s in making.scratch.values())
         made = {name: make() for name, make in (*making.outputs.items(), *zip(making.scratch, scratch, strict=True))}
         every = {**dict(zip(names, arrays, strict=True)), **made}
@@ -368,4 +376,4 @@ def _staged(making: _Making) -> _Run:
             staged[name].fetch()
         return making.results(arrays, made)
 
-    return plan
+    return run

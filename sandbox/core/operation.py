@@ -20,22 +20,25 @@ class Tensor:
 
     It is contiguous, and begins at a multiple of 16 bytes. `values(rng, shape)`: random input values, from a NumPy
     generator; the default is standard normal, or 0 and 1 for integers and bool. `strided`: four dimensions, any strides
-    with a unit stride in the last one; the kernel's parameter is a View (include/view.cuh).
+    with a unit stride in the last one; the kernel's parameter is a View (include/view.cuh). `aligned=False`: it may
+    begin at the address of any element; the kernel does not copy several elements at once.
     """
 
     dims: tuple[str | int, ...]
     dtype: str = ""
     values: Callable[[Any, tuple[int, ...]], Any] | None = None
     strided: bool = False
+    aligned: bool = True
 
     def __init__(
         self, *dims: str | int, dtype: str = "", values: Callable[[Any, tuple[int, ...]], Any] | None = None,
-        strided: bool = False,
+        strided: bool = False, aligned: bool = True,
     ):  # fmt: skip
         object.__setattr__(self, "dims", tuple(d if isinstance(d, str) else integer("Tensor", d, 1) for d in dims))
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "strided", strided)
+        object.__setattr__(self, "aligned", aligned)
         if strided and len(dims) != 4:
             raise SpecError(f"Tensor: strided=True needs four dimensions, not {len(dims)}")
         if dtype and dtype not in SIZES:

@@ -125,6 +125,25 @@ def test_what_makes_no_sense(changes: dict[str, Any], error: type[Exception], sa
         sandbox.append_kv(drawn(14, Hk, D), drawn(14, Hk, Dv), v_pages=v_pages, **given)
 
 
+def moved(x: np.ndarray) -> Any:
+    """A tensor of the same elements that begins one element after a multiple of 16 bytes."""
+    x = torch.from_numpy(np.ascontiguousarray(x))
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+def test_arrays_that_begin_anywhere() -> None:
+    k_pages, v_pages, table = pages()
+    given = {"k_new": drawn(14, Hk, D), "v_new": drawn(14, Hk, Dv), "k_pages": k_pages, "v_pages": v_pages}
+    given |= {"block_table": table, "key_lengths": LENGTHS, "cu_seqlens": OFFSETS}
+    tensors = {name: moved(x) for name, x in given.items()}
+    assert all(x.data_ptr() % 16 for x in tensors.values())
+    for _ in range(2):
+        sandbox.append_kv(**tensors)
+    sandbox.append_kv(**given)
+    for name, x in given.items():
+        assert np.array_equal(tensors[name].numpy(), x), name
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_arrays_of_two_libraries(dense: bool) -> None:
     k_pages, v_pages, table = pages()
