@@ -29,7 +29,7 @@ from ..core.normalise import normalise_causal
 from ..launch.dlpack import dense_strides, library_of
 from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import run_backward, run_forward, scale_number
-from .options import DIFFERENTIABLE, FIELD_OPTIONS, Options, for_backward, replace
+from .options import DIFFERENTIABLE, Options, for_backward, replace
 from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile
 
 Results = tuple[Tensor, ...]
@@ -122,7 +122,8 @@ def spread_options(options: Options, arrays: Sequence[Tensor]) -> tuple[Any, ...
     return *(named.get(name) for name in DIFFERENTIABLE), [named[name] for name in others], text
 
 
-_AS_TEXT = (*(name for name in FIELD_OPTIONS if name != "score"), "max_seqlen")
+# The fields after `deterministic`, except those that are passed otherwise.
+_AS_TEXT = tuple(name for name in Options._fields[6:] if name not in ("score", "array_names", "gradients"))
 
 
 # ---- the operators and their vmap rules

@@ -8,7 +8,7 @@ import pytest
 
 import sandbox
 from sandbox.core import registry
-from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.engine import choose
 from sandbox.launch.dlpack import Device
 
@@ -70,6 +70,36 @@ def test_the_options_reach_both_directions(device: Device) -> None:
     expected = sandbox.attention_backward(dout, q, k, v, out, lse, **options)
     for x, y in zip(torch.autograd.grad(out, (q, k, v), dout), expected, strict=True):
         assert torch.equal(x, y)
+
+
+def test_each_option_survives_an_operator() -> None:
+    """All fields of Options are arguments of the operators, in the JSON string, or come back from it."""
+    from sandbox.api import torch_arguments, torch_ops
+    from sandbox.api.options import DEFAULT, Options
+
+    table, bias = torch.zeros(9), torch.zeros(4, 9, 13)
+    score = sandbox.Score("x + t(i)", tensors={"t": table})
+    given = Options(
+        causal=True, scale=0.5, kernel="fwd_minimal", tile="BLOCK_M=32,BLOCK_N=16", backend="cpu", deterministic=True,
+        window=(3, None), softcap=2.0, score=score.described, dropout=0.25, invariant=True, descale=(0.5, 1.0, None),
+        out_dtype="float32", max_seqlen=(9, None), array_names=("bias", "score.t"), gradients=("dbias",),
+    )  # fmt: skip
+    assert all(getattr(given, name) != getattr(DEFAULT, name) for name in Options._fields)
+    *differentiable, others, text = torch_ops.spread_options(given, (bias, table))
+    found, arrays = torch_arguments.options_of(differentiable, others, text)
+    arguments = {"causal", "scale", "kernel", "tile", "backend", "deterministic", "gradients"}
+    assert {name for name, a, b in zip(Options._fields, found, given, strict=True) if a != b} == arguments
+    assert arrays[0] is bias
+    assert arrays[1] is table
+
+
+def test_out_dtype_of_a_compiled_call() -> None:
+    q, k, v = tensors(("cpu", 0), dtype=torch.float16, grad=False)
+    compiled = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
+    for call in (sandbox.attention, compiled):
+        assert call(q, k, v, out_dtype=torch.float16).dtype == torch.float16
+        with pytest.raises(SpecError, match="out_dtype='float32' is not supported with dtype='float16'"):
+            call(q, k, v, out_dtype=torch.float32)
 
 
 def test_lse_has_a_gradient(device: Device) -> None:
