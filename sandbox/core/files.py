@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import os
 import runpy
 import sys
 import threading
@@ -31,7 +32,7 @@ def mistakes_of(path: str | Path, named: str) -> Iterator[None]:
     except SandboxError as error:
         raise SpecError(f"{named}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise SpecError(f"{named}, {mistake(error, path)}") from error
+        raise SpecError(f"{named}{mistake(error, path)}") from error
 
 
 def refused_path(path: str | Path) -> str | None:
@@ -48,13 +49,17 @@ def refused_path(path: str | Path) -> str | None:
 
 
 def mistake(error: BaseException, path: str | Path) -> str:
-    """The last line of the file that led to the error, and the error."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    what = error.msg if isinstance(error, SyntaxError) else error
+    """The last line of the file that led to the error, if one did, and the error, as the text after the file's name."""
+    file = os.path.realpath(path)
+    trace = traceback.extract_tb(error.__traceback__)
+    lines: list[int | None] = [frame.lineno for frame in trace if os.path.realpath(frame.filename) == file]
+    what: object = error
+    if isinstance(error, SyntaxError) and os.path.realpath(error.filename or "") == file:  # not of a file it imports
+        lines, what = [error.lineno], error.msg
     if isinstance(error, SystemExit):
         what = f"{error}: exit would end the program that reads this file: raise an exception instead"
-    return f"line {line}: {type(error).__name__}: {what}"
+    line = f", line {lines[-1]}" if lines and lines[-1] else ""
+    return f"{line}: {type(error).__name__}: {what}"
 
 
 _swapping, _users = threading.Lock(), 0
