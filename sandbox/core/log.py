@@ -31,6 +31,11 @@ def configure(knob: str) -> None:
         logger.setLevel((CHOICES, COMPILING, LAUNCHES, ARGUMENTS)[level - 1])
 
 
+def warn(message: str) -> None:
+    """A warning. Without a handler Python prints the message alone: it then names the program."""
+    logger.warning("%s%s", "" if logger.hasHandlers() else "sandbox: ", message)
+
+
 def keep(name: str, files: Mapping[str, bytes]) -> None:
     """Writes files, by suffix, for inspection; at the highest level only."""
     if logger.isEnabledFor(ARGUMENTS):

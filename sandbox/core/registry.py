@@ -54,7 +54,7 @@ def _read() -> _Found:
         else:
             found.update(sourced)
     for wrong in broken.values():
-        log.logger.warning("sandbox: a spec is skipped: %s", " ".join(wrong.split()))
+        log.warn(f"a spec is skipped: {' '.join(wrong.split())}")
     kinds = list(COMPUTATIONS)
 
     def order(kernel: Kernel) -> tuple[int, str, int, str]:

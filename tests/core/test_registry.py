@@ -192,12 +192,15 @@ def test_one_name_in_two_specs(folder: Path) -> None:
         registry.get("a_copy")
 
 
-def test_a_broken_spec_stops_no_command(project_copy: Path) -> None:
+def test_a_broken_spec_stops_no_command(project_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project_copy / "kernels_cu/broken.py").write_text("kernel = Kernel(\n")
     done = in_project(project_copy, "sandbox", "list", "--json")
     assert {row["name"] for row in json.loads(done.stdout)} == set(registry.kernels())
     (line,) = done.stderr.splitlines()
     assert line.startswith("sandbox: a spec is skipped: kernels_cu/broken.py, line 1: SyntaxError: ")
+    with monkeypatch.context() as patch:
+        patch.setenv("SANDBOX_DEBUG", "1")  # another handler prints the same line
+        assert in_project(project_copy, "sandbox", "list", "--json").stderr.splitlines() == [line]
     done = in_project(project_copy, "sandbox", "run", "broken")
     assert done.returncode == 2
     assert "kernels_cu/broken.py, line 1: SyntaxError" in done.stderr
