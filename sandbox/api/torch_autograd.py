@@ -15,7 +15,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.limits import GRADIENT_D
 from ..core.operation import Operation
 from ..launch.dlpack import library_of
-from .dispatch import Found, known, run_backward, run_forward
+from .dispatch import ALIGNED, Found, known, run_backward, run_forward
 from .options import (
     DIFFERENTIABLE,
     Options,
@@ -193,7 +193,13 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         tensors = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         tensors |= {f"d{name}": dy for name, dy in zip(ctx.operation.outputs, gradients, strict=True)}
-        given = tuple(tensors[name].contiguous() for name in ctx.gradient.inputs)
+        given = tuple(_readable(tensors[name]) for name in ctx.gradient.inputs)
         found = dict(zip(ctx.gradient.outputs, ctx.run_backward(given), strict=True))
         own = (found.get(f"d{name}") for name in ctx.operation.inputs)
         return None, None, None, None, *own
+
+
+def _readable(x: Tensor) -> Tensor:
+    """`x` as kernels read it, contiguous and aligned: a gradient may be lazily negated, or a part of another tensor."""
+    x = x.resolve_neg().contiguous()
+    return x.clone() if x.data_ptr() % ALIGNED else x

@@ -99,6 +99,20 @@ def test_gradients(place: str) -> None:
         sandbox.call("row_softmax", x)
 
 
+def test_gradients_as_autograd_delivers_them() -> None:
+    """Lazily negated; a part of another gradient, which does not begin at a multiple of 16 bytes; and both."""
+    x, w = randn(6, 48, grad=True), randn(48, grad=True)
+    y, dy = sandbox.call("rms_norm", x, w), randn(6, 48)
+    expected = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+    moved = torch.cat((torch.zeros(1), -dy.flatten()))[1:].view(6, 48)
+    assert moved.data_ptr() % 16
+    for given in (torch._neg_view(-dy), -moved, torch._neg_view(moved)):
+        found = torch.autograd.grad(y, (x, w), given, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+    loss = (torch.cat((torch.zeros(1), y.flatten())) * torch.cat((torch.zeros(1), dy.flatten()))).sum()
+    assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
+
+
 def test_a_gradient_with_other_names(folder: Path) -> None:
     spec = folder / "rms_norm.py"
     text = spec.read_text()
