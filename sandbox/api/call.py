@@ -306,6 +306,7 @@ class _Making(NamedTuple):
         """The outputs of a launch that read `arrays` and wrote to them and to `made`."""
         operation = operation_of(self.kernel)
         known = {**dict(zip(operation.inputs, arrays, strict=True)), **made}
+        self.library.mark_written(*(known[name] for name in operation.in_place))
         return tuple(known[name] for name in operation.outputs)
 
 

@@ -192,6 +192,11 @@ class Operation:
                 f"Operation: {differ[0]} is an input and an output: give the output another name, or for an array that "
                 "is updated in place the same Tensor"
             )
+        if self.gradient and self.in_place:
+            raise SpecError(
+                f"Operation: gradient={self.gradient!r} is not supported for {self.in_place[0]}, which is updated in "
+                "place: autograd saves inputs and outputs for the backward; give the output another name"
+            )
         for name in (*self.dims, *self.inputs, *self.outputs):
             if not name.isidentifier() or keyword.iskeyword(name):
                 raise SpecError(f"Operation: name {name!r} must be an identifier")

@@ -193,6 +193,10 @@ class _PyTorch(Library):
         # Takes a tenth of the time of torch.cuda.current_stream(), which makes a Stream object.
         return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, ordinal)
 
+    def mark_written(self, *arrays: Any) -> None:
+        for array in arrays:
+            sys.modules["torch"].autograd.graph.increment_version(array)
+
     def grad_enabled(self) -> bool:
         return sys.modules["torch"].is_grad_enabled()
 

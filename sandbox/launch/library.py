@@ -71,6 +71,9 @@ class Library:
         """A function that returns the handle of the caller's current CUDA stream on that device."""
         return int  # int() is 0, the default stream
 
+    def mark_written(self, *arrays: Any) -> None:
+        """Tells the library that a kernel changed the elements of these arrays, which autograd may have saved."""
+
     def fill(self, array: Any, value: float) -> None:
         """Writes `value` to every element, on the caller's stream."""
         array[...] = value

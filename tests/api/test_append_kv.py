@@ -125,6 +125,24 @@ def test_what_makes_no_sense(changes: dict[str, Any], error: type[Exception], sa
         sandbox.append_kv(drawn(14, Hk, D), drawn(14, Hk, Dv), v_pages=v_pages, **given)
 
 
+@pytest.mark.parametrize("calls", [1, 2], ids=["new plan", "known plan"])
+def test_autograd_notices_what_was_written(calls: int) -> None:
+    """A tensor that was saved for a backward and then changed would give a wrong gradient."""
+    k_pages, v_pages, table = (torch.from_numpy(np.ascontiguousarray(x)) for x in pages())
+    k_new, v_new = torch.from_numpy(drawn(B, Hk, 1, D)), torch.from_numpy(drawn(B, Hk, 1, Dv))
+    for _ in range(calls):
+        factor = torch.ones((), dtype=torch.float16, requires_grad=True)
+        results = [(factor * x).sum() for x in (k_pages, v_pages, k_new)]
+        sandbox.append_kv(k_new, v_new, k_pages, v_pages, table, torch.from_numpy(LENGTHS))
+    for y in results[:2]:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+    results[2].backward()
+    with torch.inference_mode():
+        caches = torch.zeros(B, Hk, 30, D).half(), torch.zeros(B, Hk, 30, Dv).half()  # without a version
+        sandbox.append_kv(k_new, v_new, *caches, None, torch.from_numpy(LENGTHS))
+
+
 def moved(x: np.ndarray) -> Any:
     """A tensor of the same elements that begins one element after a multiple of 16 bytes."""
     x = torch.from_numpy(np.ascontiguousarray(x))

@@ -251,6 +251,10 @@ def spec(**fields: Any) -> Kernel:
         ({"outputs": {"y": Tensor("M", "Z")}}, r"y: dimension Z is not in dims=\('M', 'N'\)"),
         ({"outputs": {"x": Tensor("M")}}, "x is an input and an output: give the output another name"),
         ({"outputs": {"x": Tensor("M", dtype="int32")}}, "updated in place the same Tensor"),
+        (
+            {"outputs": {"x": Tensor("M", "N")}, "gradient": "mine_backward"},
+            "gradient='mine_backward' is not supported for x, which is updated in place",
+        ),
         ({"outputs": {}}, "outputs is empty"),
         ({"inputs": {"x": ("M", "N")}}, r"inputs: x=\('M', 'N'\) must be a Tensor, such as Tensor"),
         ({"reference": 3}, "reference=3 must be a function of the inputs"),
