@@ -37,9 +37,17 @@ class _Plan(NamedTuple):
 
 
 class _Plans(dict[tuple, _Plan]):
-    """Plans by their keys, for one state of the registry."""
+    """Plans by their keys, which begin with a generation of the registry: a plan that is made during a reload is not
+    found after it."""
 
     generation = -1
+
+    def keep(self, key: tuple, plan: _Plan) -> None:
+        """Stores `plan`; clears the cache first if it is full, or has plans of earlier generations."""
+        if key[0] > self.generation or len(self) >= _MAX_PLANS:
+            self.clear()
+            self.generation = key[0]
+        self[key] = plan
 
 
 _plans = _Plans()
@@ -195,18 +203,15 @@ def run(name: str, inputs: tuple[Any, ...], tile: Any = None, backend: str | Non
     library = library_of(inputs[0])
     arrays = library.materialise(*inputs)
     try:
-        key: tuple = (name, tile, backend, *library.signatures(arrays))
-        plan = _plans.get(key) if _plans.generation == registry.generation() else None
+        key: tuple = (registry.generation(), name, tile, backend, *library.signatures(arrays))
+        plan = _plans.get(key)
         addresses = [*map(library.pointer, arrays)]
     except _NO_KEY:
         key, plan, addresses = (), None, []
     if plan is None:
         plan = _planned(name, arrays, library, tile, backend)
-        if _plans.generation != registry.generation() or len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-            _plans.generation = registry.generation()
         if key:
-            _plans[key] = plan
+            _plans.keep(key, plan)
         addresses = [*map(library.pointer, arrays)]
     if reduce(or_, addresses) % _ALIGNMENT:
         for i, array in plan.aligned:

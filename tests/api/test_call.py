@@ -144,6 +144,25 @@ def test_plans_are_found_again(folder: Path) -> None:
     sandbox.reload()
 
 
+def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made from the source of before, it serves its own call alone."""
+    x, real, made = randn(4, 8), call._planned, []
+    sandbox.call("row_softmax", x)
+
+    def slow(*args: Any) -> Any:
+        made.append(real(*args))
+        if len(made) == 1:
+            sandbox.reload()  # as by another thread
+        return made[-1]
+
+    monkeypatch.setattr(call, "_planned", slow)
+    sandbox.reload()
+    for _ in range(3):
+        sandbox.call("row_softmax", x)
+    assert len(made) == 2
+    assert [*call._plans.values()] == made[1:]
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "message"),
     [
