@@ -22,12 +22,10 @@ from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
-from .options import check_dimensions, check_int32
-from .plan import one_library
+from .dispatch import ALIGNED, MAX_PLANS, NO_KEY
+from .options import check_dimensions, check_int32, tile_in_key
+from .plan import launch_device, one_library
 
-_MAX_PLANS = 4096
-_ALIGNMENT = 16  # bytes, of arrays whose Tensor is `aligned`
-_NO_KEY = (TypeError, AttributeError, RuntimeError)  # an array for which no plan can be stored
 _Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
 
 
@@ -44,7 +42,7 @@ class _Plans(dict[tuple, _Plan]):
 
     def keep(self, key: tuple, plan: _Plan) -> None:
         """Stores `plan`; clears the cache first if it is full, or has plans of earlier generations."""
-        if key[0] > self.generation or len(self) >= _MAX_PLANS:
+        if key[0] > self.generation or len(self) >= MAX_PLANS:
             self.clear()
             self.generation = key[0]
         self[key] = plan
@@ -203,21 +201,21 @@ def run(name: str, inputs: tuple[Any, ...], tile: Any = None, backend: str | Non
     library = library_of(inputs[0])
     arrays = library.materialise(*inputs)
     try:
-        key: tuple = (registry.generation(), name, tile, backend, *library.signatures(arrays))
+        key: tuple = (registry.generation(), name, tile_in_key(tile), backend, *library.signatures(arrays))
         plan = _plans.get(key)
         addresses = [*map(library.pointer, arrays)]
-    except _NO_KEY:
+    except NO_KEY:
         key, plan, addresses = (), None, []
     if plan is None:
         plan = _planned(name, arrays, library, tile, backend)
         if key:
             _plans.keep(key, plan)
         addresses = [*map(library.pointer, arrays)]
-    if reduce(or_, addresses) % _ALIGNMENT:
+    if reduce(or_, addresses) % ALIGNED:
         for i, array in plan.aligned:
-            if addresses[i] % _ALIGNMENT:
+            if addresses[i] % ALIGNED:
                 raise UnsupportedProblem(
-                    f"{name}: {array} does not begin at a multiple of {_ALIGNMENT} bytes: pass a copy"
+                    f"{name}: {array} does not begin at a multiple of {ALIGNED} bytes: pass a copy"
                 )
     return plan.run(arrays, addresses)
 
@@ -322,9 +320,7 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
     views = [*map(library.view, arrays)]
     problem: Any = problem_of(kernel, views)
     home = views[0].device
-    if backend not in (None, "cpu", "cuda"):
-        raise UnsupportedProblem(f'backend={backend!r} is not known: choose "cuda" or "cpu"')
-    device = home if backend in (None, home[0]) else HOST if backend == "cpu" else ("cuda", 0)
+    device = launch_device(home, backend)
     chosen = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(tile), tuned=True)
     outputs = {
         output: library.allocator(arrays[0], shape, dense_strides(shape), tensor.dtype_in(problem))

@@ -16,15 +16,15 @@ from ..core import normalise
 from ..core.errors import UnsupportedProblem
 from ..core.score import BLOCK_MAP
 from ..launch.dlpack import Library, library_of
-from .options import Options, constants, replace
+from .options import Options, constants, replace, tile_in_key
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-_MAX_PLANS, _MAX_ROUTES = 4096, 8
+MAX_PLANS, _MAX_ROUTES = 4096, 8
 ALIGNED = 16  # bytes: the alignment of every address that a route accepts, as allocators provide it
 # Raised if a call has no key: arrays are of several libraries, without memory, or lazily negated.
-_NO_KEY = (TypeError, AttributeError, RuntimeError)
+NO_KEY = (TypeError, AttributeError, RuntimeError)
 
 
 class Route(NamedTuple):
@@ -54,7 +54,7 @@ class PlanCache(dict[tuple, "Plan"]):
 
     def keep(self, key: tuple, plan: Plan) -> None:
         """Stores `plan` under `key`; clears the cache first if it is full."""
-        if len(self) >= _MAX_PLANS:
+        if len(self) >= MAX_PLANS:
             self.clear()
             for routes in self.routes.values():
                 routes.clear()
@@ -76,7 +76,7 @@ class PlanCache(dict[tuple, "Plan"]):
             if requires_grad and which == "forward" and any(x.requires_grad for _, x in constants(options, arrays)):
                 return  # `attention` must reject this call while gradients are recorded
             routes = self.routes[which]
-            if len(routes) >= _MAX_PLANS:
+            if len(routes) >= MAX_PLANS:
                 routes.clear()
             latent = _latent(which, addresses)
             added = Route(same_signature, library.pointer, plan, requires_grad, latent)
@@ -144,10 +144,8 @@ def _planned(
     `copied` arrays in vectors: their alignment is part of the key, as is that of a bias and of a block map."""
     if options.scale is not None and type(options.scale) is not float:
         options = replace(options, scale=scale_number(options.scale))
-    if isinstance(options.tile, dict):  # not hashable
-        from ..core.tile import Tile
-
-        options = replace(options, tile=Tile(**options.tile))
+    if (tile := tile_in_key(options.tile)) is not options.tile:
+        options = replace(options, tile=tile)
     library, cache = library_of(arrays[0]), _plans
     arrays = library.materialise(*arrays)
     try:
@@ -162,7 +160,7 @@ def _planned(
         aligned = bits & -bits, bias, blocks
         key = (which, *library.signatures(arrays), *aligned, 0 in addresses, _latent(which, addresses), options)
         plan = cache.get(key)
-    except _NO_KEY:
+    except NO_KEY:
         key, plan = None, None
     if plan is None:
         plan, addresses = _make_plan(which, key, arrays, options)

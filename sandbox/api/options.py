@@ -185,6 +185,15 @@ def collect(
     return _new(Options, fields.values()), tuple(arrays.values())  # in half the time of the constructor
 
 
+def tile_in_key(tile: Any) -> Any:
+    """`tile` as part of a plan's key: a dict, or another mapping, as a Tile, which is hashable."""
+    if not isinstance(tile, Mapping):
+        return tile
+    from ..core.tile import Tile
+
+    return tile if isinstance(tile, Tile) else Tile(**tile)
+
+
 def check_dimensions(name: str, x: Any, layout: str) -> None:
     """Raises UnsupportedProblem unless `x` is an array with as many dimensions as `layout`, such as "(rows, D)"."""
     if not hasattr(x, "dtype"):

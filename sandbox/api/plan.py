@@ -150,7 +150,7 @@ def _plan(
     results: Mapping[str, _Layout], options: Options,
 ) -> Plan:  # fmt: skip
     home = views["q"].device  # where the arrays are
-    device = _device(home, options.backend)  # where the kernel runs
+    device = launch_device(home, options.backend)  # where the kernel runs
     packed = device == home and _packable(problem, views)
     if packed:
         problem = dataclasses.replace(problem, H=problem.Hk, Sq=problem.group, causal=False)
@@ -267,7 +267,8 @@ def _kernel(computes: str, problem: Problem, arch: Arch | None, options: Options
     return kernel
 
 
-def _device(home: Device, backend: str | None) -> Device:
+def launch_device(home: Device, backend: str | None) -> Device:
+    """The device of a launch for arrays on `home`. Raises UnsupportedProblem for an unknown backend."""
     if backend not in (None, "cpu", "cuda"):
         raise UnsupportedProblem(f'backend={backend!r} is not known: choose "cuda" or "cpu"')
     if backend is None or backend == home[0]:

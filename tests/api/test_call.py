@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from operation_kernels import kernels_in
 
 import sandbox
-from sandbox.api import call
+from sandbox.api import call, dispatch
 from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnknownKernel, UnsupportedProblem
+from sandbox.spec import Tile
 
 torch = pytest.importorskip("torch")
 
@@ -142,6 +144,20 @@ def test_plans_are_found_again(folder: Path) -> None:
     assert sandbox.call("row_softmax", x).min() > 1
     source.write_text(text)
     sandbox.reload()
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType, Tile], ids=lambda kind: kind.__name__)
+def test_a_tile_as_a_mapping_finds_its_plan(kind: Any) -> None:
+    """Also of attention."""
+    sandbox.reload()
+    call._plans.clear()
+    x, q = randn(4, 8), randn(1, 1, 9, 16)
+    numbers, of_attention = {"THREADS": 128, "BLOCKS": 264}, {"BLOCK_M": 16, "BLOCK_N": 16}
+    as_kind = (lambda tile: Tile(**tile)) if kind is Tile else kind
+    for _ in range(3):
+        sandbox.call("rms_norm", x, randn(8), tile=as_kind(numbers))
+        sandbox.attention(q, q, q, kernel="fwd_minimal", tile=as_kind(of_attention))
+    assert (len(call._plans), len(dispatch._plans)) == (1, 1)
 
 
 def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
