@@ -30,6 +30,7 @@ from .plan import named
 
 NAME = "sandbox"  # in PyTorch's registry
 _active: list[Slot] = []  # the last one is in effect
+_before: str | None = None  # the implementation in PyTorch's registry that was active before the first of them
 
 
 def use_in_torch(
@@ -75,7 +76,6 @@ class Slot:
     def __init__(self, kernel: Any, backward: Any, tile: Any, invariant: bool = False):
         self._forward, self._backward = (kernel, tile, invariant), (backward, None, invariant)
         self._library: Library | None = None
-        self._before: str | None = None  # the implementation in PyTorch's registry that was active, if not one of ours
 
     def __enter__(self) -> Slot:
         self.activate()
@@ -86,6 +86,7 @@ class Slot:
 
     def activate(self) -> None:
         """Replaces PyTorch's kernels by ours."""
+        global _before  # noqa: PLW0603
         if self in _active:
             raise UnsupportedProblem(
                 "this use_in_torch() is already active: call its restore() first, or create another one"
@@ -93,8 +94,8 @@ class Slot:
         registry = _registry()
         if _active:
             _active[-1].remove()
-        elif registry:
-            self._before = registry.current_flash_attention_impl()
+        else:
+            _before = registry.current_flash_attention_impl() if registry else None
         self._enter(registry)
         _active.append(self)
 
@@ -112,8 +113,8 @@ class Slot:
             registry.restore_flash_attention_impl()
         if _active:
             _active[-1]._enter(registry)
-        elif registry and self._before:
-            registry.activate_flash_attention_impl(self._before)
+        elif registry and _before:
+            registry.activate_flash_attention_impl(_before)
 
     def _enter(self, registry: Any) -> None:
         if registry is None:

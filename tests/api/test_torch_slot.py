@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from project import leave_process_group
@@ -142,6 +143,28 @@ def test_contexts_within_contexts_and_pytorchs_registry() -> None:
     assert registry.current_flash_attention_impl() == "sandbox"
     registry.restore_flash_attention_impl()
     assert torch.equal(sdpa(q, k, v), plain)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["in their order", "in reverse"])
+def test_slots_are_restored_in_any_order(first: int) -> None:
+    """The implementation that was active before them is active again, also if a slot was used before."""
+    registry = pytest.importorskip("torch.nn.attention")
+    if not hasattr(registry, "activate_flash_attention_impl"):
+        pytest.skip("this PyTorch has no registry of implementations")
+    for name in ("another", "a third"):
+        registry.register_flash_attention_impl(name, register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    slots = [sandbox.use_in_torch(kernel=name) for name in ("fwd_minimal", "fwd_block2d")]
+    try:
+        for name in ("another", "a third"):
+            registry.activate_flash_attention_impl(name)
+            for slot in slots:
+                slot.activate()
+            slots[first].restore()
+            assert registry.current_flash_attention_impl() == "sandbox"
+            slots[1 - first].restore()
+            assert registry.current_flash_attention_impl() == name
+    finally:
+        registry.restore_flash_attention_impl()
 
 
 # ---- whole models
