@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..core.kernel import Kernel
 from ..core.normalise import cdiv
 from ..core.tile import Tile
 from . import torch_exit as torch_exit  # registers itself at exit
-from .dispatch import Rejection, plan_forward, run_backward, run_forward
+from .dispatch import MAX_PLANS, Rejection, plan_forward, run_backward, run_forward
 from .options import Options, collect, plain_options, ragged, replace
 from .plan import named
 
@@ -141,15 +141,16 @@ class Slot:
 
     def _take(self, name: str, device: str, ours: Callable[..., Any]) -> None:
         theirs = _theirs(name, device)
-        said: set[str] = set()
+
+        @lru_cache(MAX_PLANS)  # logs a reason once; reasons contain shapes, of which there may be many
+        def log_once(reason: str) -> None:
+            log.logger.log(log.CHOICES, "%s runs on PyTorch's own kernel: %s", name, reason)
 
         def call(keys: Any, *args: Any, **options: Any) -> Any:
             try:
                 return ours(*args, **options)
             except UnsupportedProblem as refusal:
-                if (reason := str(refusal)) not in said:
-                    said.add(reason)
-                    log.logger.log(log.CHOICES, "%s runs on PyTorch's own kernel: %s", name, reason)
+                log_once(str(refusal))
                 if theirs is None:
                     raise
                 return theirs.call_boxed(keys, *args, **options)

@@ -109,6 +109,17 @@ def test_what_is_not_ours_stays_pytorchs(caplog: pytest.LogCaptureFixture) -> No
     assert any("float32 is not supported" in text for text in said)
 
 
+def test_few_reasons_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a limited number of reasons it is known that they were logged."""
+    monkeypatch.setattr(torch_slot, "MAX_PLANS", 2)
+    caplog.set_level(logging.INFO, logger="sandbox")
+    with sandbox.use_in_torch(kernel="fwd_mma"):
+        for D in (4, 4, 12, 12, 20, 4):
+            sdpa(*(torch.zeros(1, 1, 8, D, dtype=torch.float16) for _ in range(3)))
+    said = [record.getMessage() for record in caplog.records if "runs on PyTorch's own kernel" in record.getMessage()]
+    assert [text.count(f"D={D} ") for text, D in zip(said, (4, 12, 20, 4), strict=True)] == [1] * 4
+
+
 # ---- in and out
 
 
