@@ -222,7 +222,7 @@ def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
 
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
-    if name in _COUNTERPARTS and function != _COUNTERPARTS[name].partition(" ")[0]:
+    if name in _COUNTERPARTS:
         hint = f"use {_COUNTERPARTS[name]}"
     return f"{function}() got an unexpected keyword argument {name!r}: {hint}"
 
