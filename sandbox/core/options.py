@@ -53,8 +53,8 @@ class ScoreTensor(NamedTuple):
 class Array(NamedTuple):
     """The array that a caller passes for an option.
 
-    `axes`: a letter for each dimension. b, h, i and j have the sizes B, H, Sq and Sk; any other letter has any size. If
-    b is not the only letter, the array may lack it. `draw` returns the elements for test cases, from a NumPy generator;
+    `axes`: a letter for each dimension: b, h, i and j have the sizes B, H, Sq and Sk. If b is not the only letter, the
+    array may lack it. `draw` returns the elements for test cases, from a NumPy generator;
     the caller converts their dtype.
     """
 
@@ -65,31 +65,27 @@ class Array(NamedTuple):
     shape_is_field: bool = True  # the Problem field is the array's shape; False: it is True if there is an array
     argument: str = ""  # its name in a spec's `args`, if it is not the option's
 
-    def shapes(self, sizes: Sizes) -> tuple[tuple[int | None, ...], ...]:
-        """The shapes that it may have for these (B, H, Sq, Sk); None: any size. `broadcast` also allows others."""
+    def shapes(self, sizes: Sizes) -> tuple[tuple[int, ...], ...]:
+        """The shapes that it may have for these (B, H, Sq, Sk). `broadcast` also allows others."""
         known = dict(zip("bhij", sizes, strict=True))
-        shape = tuple(known.get(axis) for axis in self.axes)
+        shape = tuple(known[axis] for axis in self.axes)
         return (shape[1:], shape) if len(shape) > 1 and self.axes[0] == "b" and not self.broadcast else (shape,)
 
     def accepts(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
         """Whether an array may have this shape, with all dimensions of `axes` if it broadcasts."""
         return any(
             len(shape) == len(other)
-            and all(n == most or (n == 1 and self.broadcast) or (most is None and n > 0)
-                    for n, most in zip(shape, other, strict=True))
+            and all(n == most or (n == 1 and self.broadcast) for n, most in zip(shape, other, strict=True))
             for other in self.shapes(sizes)
-        )  # fmt: skip
+        )
 
     def required(self, sizes: Sizes) -> str:
         """The text after "must" in a message: be one of `shapes`, or broadcast to it."""
         symbols = dict(zip("bhij", ("B", "H", "Sq", "Sk"), strict=True))
         texts = []
         for shape in self.shapes(sizes):
-            axes = self.axes[-len(shape) :]
-            if None in shape:
-                texts.append(str(tuple(axis if n is None else n for n, axis in zip(shape, axes, strict=True))))
-            else:
-                texts.append(f"{tuple(symbols[axis] for axis in axes)} = {shape}")
+            named = tuple(symbols[axis] for axis in self.axes[-len(shape) :])
+            texts.append(f"{named} = {shape}")
         return (f"broadcast to {texts[0]}" if self.broadcast else f"be {' or '.join(texts)}").replace("'", "")
 
 

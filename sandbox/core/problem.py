@@ -330,7 +330,7 @@ class Problem:
         """(left, right) of causal and window together: query i sees keys i + diagonal - left to i + diagonal + right.
         None: no bound."""
         left, right = self.window
-        return left, (0 if right is None else min(right, 0)) if self.causal else right
+        return left, 0 if self.causal else right
 
     @property
     def visible_pairs(self) -> int:

@@ -18,7 +18,7 @@ import sandbox
 from sandbox.api import options, plan
 from sandbox.api.options import DEFAULT, Options, basic_options, collect, plain_options, replace
 from sandbox.core.errors import SpecError
-from sandbox.core.options import ARRAYS, OPTIONS, Array, score_structure
+from sandbox.core.options import ARRAYS, OPTIONS, score_structure
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
 FUNCTIONS = {
@@ -102,12 +102,15 @@ def test_the_table_of_options_and_the_keyword_arguments_agree() -> None:
     assert {option.name for option in OPTIONS} <= fields
 
 
-def test_an_array_may_have_sizes_of_its_own() -> None:
-    table, sizes = Array("hn", lambda rng, p: None), (2, 4, 7, 9)
-    assert table.accepts((4, 63), sizes)
-    assert not any(table.accepts(shape, sizes) for shape in ((3, 63), (4, 0), (4,), (1, 4, 63)))
-    assert table.required(sizes) == "be (4, n)"
-    assert ARRAYS["alibi"].required(sizes) == "be (H,) = (4,) or (B, H) = (2, 4)"
+def test_the_shapes_of_arrays() -> None:
+    sizes, alibi, bias = (2, 4, 7, 9), ARRAYS["alibi"], ARRAYS["bias"]
+    assert alibi.accepts((4,), sizes)
+    assert alibi.accepts((2, 4), sizes)
+    assert not any(alibi.accepts(shape, sizes) for shape in ((1,), (2,), (1, 4), (4, 2), (1, 2, 4), ()))
+    assert bias.accepts((1, 4, 1, 9), sizes)
+    assert not any(bias.accepts(shape, sizes) for shape in ((9,), (4, 7, 9), (3, 4, 7, 9), (2, 4, 7, 0)))
+    assert alibi.required(sizes) == "be (H,) = (4,) or (B, H) = (2, 4)"
+    assert bias.required(sizes) == "broadcast to (B, H, Sq, Sk) = (2, 4, 7, 9)"
 
 
 def test_the_structs_of_host_and_device_have_the_same_order() -> None:
