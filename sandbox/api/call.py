@@ -330,10 +330,29 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
     }
     making = _Making(kernel, problem, chosen, device, library, outputs, scratch_of(kernel, problem, chosen))
     launch = _direct(making, arrays) if device == home else _staged(making)
+    if operation_of(kernel).in_place:
+        launch = _checking(making, launch)
     aligned = tuple((i, n) for i, (n, tensor) in enumerate(operation_of(kernel).inputs.items()) if tensor.aligned)
     if convert := library.to_caller(arrays[0]):
         return _Plan(lambda arrays, addresses: tuple(map(convert, launch(arrays, addresses))), aligned)
     return _Plan(launch, aligned)
+
+
+def _checking(making: _Making, plan: _Run) -> _Run:
+    """`plan`, which first checks that it can write into the arrays that are updated in place. Plans do not depend on
+    it, because keys do not contain it."""
+    operation, library = operation_of(making.kernel), making.library
+    updated = [(n, name) for n, name in enumerate(operation.inputs) if name in operation.in_place]
+
+    def check_first(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
+        for n, name in updated:
+            if reason := library.unwritable(arrays[n]):
+                raise UnsupportedProblem(
+                    f"{making.kernel.name} writes into {name}, which {reason}: pass a writable array"
+                )
+        return plan(arrays, addresses)
+
+    return check_first
 
 
 def _direct(making: _Making, arrays: tuple[Any, ...]) -> _Run:

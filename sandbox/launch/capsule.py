@@ -47,6 +47,7 @@ class _Versioned(ctypes.Structure):
     )
 
 
+_READ_ONLY, _COPIED = 1, 2  # bits of `flags`
 _MAJOR = 1  # version of dlpack.h: another major version may have another layout
 BFLOAT16 = 4  # of DLDataTypeCode
 DTYPES = {  # (DLDataTypeCode, bits)
@@ -67,18 +68,35 @@ def capsule_of(array: Any, **options: Any) -> Any:
 
 def tensor_in(capsule: Any) -> DLTensor:
     """The DLTensor inside a capsule that has not been consumed. The capsule still owns and deletes it."""
-    get, has = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_IsValid
+    versioned = _versioned(capsule)
+    return versioned.tensor if versioned else DLTensor.from_address(_get(capsule, b"dltensor"))
+
+
+def unwritable(capsule: Any) -> str:
+    """Why writes to the memory of a capsule do not reach the exporter's array, or ""; an older capsule does not say."""
+    flags = versioned.flags if (versioned := _versioned(capsule)) else 0
+    return "is read-only" if flags & _READ_ONLY else "is exported as a copy" if flags & _COPIED else ""
+
+
+def _get(capsule: Any, name: bytes) -> int:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return get(capsule, name)
+
+
+def _versioned(capsule: Any) -> _Versioned | None:
+    """The tensor of a versioned capsule; None for an unversioned one. Raises UnsupportedProblem for another version."""
+    has = ctypes.pythonapi.PyCapsule_IsValid
     has.restype, has.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
     if not has(capsule, b"dltensor_versioned"):
-        return DLTensor.from_address(get(capsule, b"dltensor"))
-    versioned = _Versioned.from_address(get(capsule, b"dltensor_versioned"))
+        return None
+    versioned = _Versioned.from_address(_get(capsule, b"dltensor_versioned"))
     if versioned.major != _MAJOR:
         raise UnsupportedProblem(
             f"DLPack version {versioned.major}.{versioned.minor} is not supported: "
             f"pass an array whose library exports version {_MAJOR}"
         )
-    return versioned.tensor
+    return versioned
 
 
 class Exported:

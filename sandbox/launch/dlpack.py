@@ -29,7 +29,7 @@ from .array_view import (
     numpy_dtype,
     permuted,
 )
-from .capsule import DEVICES, DTYPES, Exported, capsule_of, tensor_in
+from .capsule import DEVICES, DTYPES, Exported, capsule_of, tensor_in, unwritable
 from .library import IGNORED_MASK, Library
 
 __all__ = [
@@ -89,6 +89,9 @@ class _NumPy(Library):
         dense_shape, axes = permuted(shape, strides)
         kind = numpy_dtype(dtype)
         return lambda: np.empty(dense_shape, kind).transpose(axes)
+
+    def unwritable(self, array: np.ndarray) -> str:
+        return "" if array.flags.writeable else "is read-only"
 
     def contiguous(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
@@ -319,12 +322,17 @@ class _Capsule(Library):
             )
 
         def convert(result: ArrayView) -> Any:
+            if isinstance(result.owner, tuple):  # the caller's own array, updated in place
+                return result.owner[0]
             return namespace.from_dlpack(Exported(result.owner) if result.dtype == "bfloat16" else result.owner)
 
         return convert
 
     def fill(self, array: ArrayView, value: float) -> None:
         array.owner[...] = value  # the owner is a NumPy array made by `allocator`
+
+    def unwritable(self, array: ArrayView) -> str:
+        return unwritable(array.owner[1])
 
     def seed(self, like: Any, seed: int | None) -> ArrayView:
         return self.view(_KNOWN["numpy"].view(_KNOWN["numpy"].seed(like, seed)))

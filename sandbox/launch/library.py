@@ -78,6 +78,10 @@ class Library:
         """Writes `value` to every element, on the caller's stream."""
         array[...] = value
 
+    def unwritable(self, array: Any) -> str:
+        """Why a kernel must not write into the array, such as "is read-only"; "" if it may."""
+        return ""
+
     def contiguous(self, array: Any) -> Any:
         """A copy in C order. Raises UnsupportedProblem if the library cannot make one."""
         raise NotImplementedError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,3 +175,60 @@ def test_arrays_of_two_libraries(dense: bool) -> None:
         said = "PyTorch array and v_new a NumPy" if name == "k_new" else f"NumPy array and {name} a PyTorch"
         with pytest.raises(UnsupportedProblem, match=f"^k_new is a {said} array: pass arrays of one library"):
             sandbox.append_kv(**given | {name: torch.from_numpy(np.ascontiguousarray(given[name]))})
+
+
+@pytest.mark.parametrize("which", ["k_pages", "v_pages"])
+def test_read_only_pages(which: str, tmp_path: Path) -> None:
+    """Also if a plan for writable arrays of this kind exists, and in a read-only memory map."""
+    k_pages, v_pages, table = pages()
+    given = {"k_pages": k_pages, "v_pages": v_pages}
+    new = drawn(14, Hk, D), drawn(14, Hk, Dv)
+    sandbox.append_kv(*new, **given, block_table=table, key_lengths=LENGTHS, cu_seqlens=OFFSETS)
+    np.save(tmp_path / "pages.npy", given[which])
+    read_only = given[which].view()
+    read_only.flags.writeable = False
+    for array in (read_only, np.load(tmp_path / "pages.npy", mmap_mode="r")):
+        before = array.copy()
+        with pytest.raises(UnsupportedProblem, match=f"append_kv writes into {which}, which is read-only: pass a wri"):
+            sandbox.append_kv(
+                *(x + 1 for x in new), **{**given, which: array}, block_table=table, key_lengths=LENGTHS,
+                cu_seqlens=OFFSETS,
+            )  # fmt: skip
+        assert np.array_equal(array, before)
+
+
+@pytest.mark.parametrize(("flag", "reason"), [(1, "is read-only"), (2, "is exported as a copy")])
+def test_dlpack_pages_that_cannot_be_written(flag: int, reason: str) -> None:
+    """Flags of a DLPack capsule; the older protocol has none."""
+
+    class Pages:
+        def __init__(self, array: np.ndarray, versioned: bool = True):
+            self.array, self.versioned = array, versioned
+
+        def __dlpack__(self, max_version: Any = None) -> Any:
+            if not self.versioned:
+                return self.array.__dlpack__()
+            capsule = self.array.__dlpack__(max_version=(1, 0))
+            get = ctypes.pythonapi.PyCapsule_GetPointer
+            get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+            ctypes.c_uint64.from_address(get(capsule, b"dltensor_versioned") + 24).value |= flag
+            return capsule
+
+        def __dlpack_device__(self) -> Any:
+            return self.array.__dlpack_device__()
+
+        def __array_namespace__(self) -> Any:
+            return np
+
+    caches = np.zeros((B, Hk, 30, D), np.float16), np.zeros((B, Hk, 30, Dv), np.float16)
+    others = drawn(B, Hk, 1, D), drawn(B, Hk, 1, Dv), np.zeros((0, 0), np.int32), LENGTHS, np.zeros(0, np.int32)
+
+    def append_to(k_pages: Any) -> Any:
+        return sandbox.call("append_kv", *map(Pages, others), k_pages, Pages(caches[1], versioned=False))
+
+    with pytest.raises(UnsupportedProblem, match=f"append_kv writes into k_pages, which {reason}: pass a writable"):
+        append_to(Pages(caches[0]))
+    assert not caches[0].any()
+    writable = Pages(caches[0], versioned=False)
+    assert append_to(writable)[0] is writable
+    assert caches[0].any()
