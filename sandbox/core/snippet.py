@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from .score import Score
+from .score import VARIABLES, Score
 
 HEADER = "score_snippet.cuh"
 _TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "int32": "int", "bool": "bool"}
@@ -46,14 +46,14 @@ def header(score: Score) -> str:
             f"    static constexpr bool HAS_MASK_MOD = {str(score.hides).lower()};",
             members or "    int snippet;  // an empty member would have a size, too\n",
             "    template <class X>",
-            "    __device__ __forceinline__ X new_score(X x, int b, int h, int i, int j, int Sq, int Sk) const {",
+            f"    __device__ __forceinline__ X new_score({_of('const X x')}) const {{",
             "        return X(",
             '#line 1 "score"',
             single(score.score),
             '#line 1 "score-end"',
             "        );",
             "    }",
-            "    __device__ __forceinline__ bool new_mask(int b, int h, int i, int j, int Sq, int Sk) const {",
+            f"    __device__ __forceinline__ bool new_mask({_of()}) const {{",
             "        return bool(",
             '#line 1 "mask"',
             single(score.mask),
@@ -66,6 +66,11 @@ def header(score: Score) -> str:
             "",
         )
     )
+
+
+def _of(*more: str) -> str:
+    """The parameters that an expression may name: const, so that one that assigns does not compile."""
+    return ", ".join((*more, *(f"const int {name}" for name in VARIABLES[1:])))
 
 
 _HEADERS = {"float16": "fp16", "bfloat16": "bf16"}

@@ -789,7 +789,7 @@ def test_a_closed_pipe(arguments: tuple[str, ...]) -> None:
 
 def test_score_expressions_are_not_parsed_as_markup(tmp_path: Path) -> None:
     """A table interprets neither markup nor emoji codes in an expression."""
-    text = 'h ? x : i ? j ? x:x:x + "ab"[h & 1] * 0.0f /* [/*] [bold] */'
+    text = 'h ? x : i ? j ? x:x:x + "a[/*] [bold]"[h & 1] * 0.0f'
     (tmp_path / "score.py").write_text(f"import sandbox\nscore = sandbox.Score({text!r})\n")
     options = ("--shape", "1,2,17,16", "--score", str(tmp_path / "score.py"))
     result = call("run", "fwd_minimal", *options, "--backend", "cpu", COLUMNS="300")

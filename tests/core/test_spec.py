@@ -585,6 +585,49 @@ def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
         Score(**fields)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x + j//2", "contains //, which begins a comment in C++: leave comments out; / of integers rounds toward"),
+        ("x\n - j  // c\n + 1", "contains //, which"),
+        ("x /* c */", "contains /*, which begins a comment"),
+        ("j = i", "assigns, by =: write == to compare, or only the new value"),
+        ("where(j = i, x, 0)", "assigns, by =:"),
+        ("x <<= 3", "assigns, by <<=: write only the new value"),
+        ("x) * (2", "has a ) that closes nothing"),
+        ("j <= i) || (true", "has a ) that closes nothing"),
+        ("t[i)", "has a ) that closes nothing"),
+        ("abs(x\n - (i)", "has a ( that is not closed"),
+        ("0 <= j <= i", "chains comparisons: C++ compares the result of one, true or false, by the other: join "),
+        ("0 <= j < i", "chains comparisons: "),
+        ("0 <\n j\n < i", "chains comparisons"),
+        ("i < j == h", "chains comparisons"),
+        ("h || t(0 < j < i)", "chains comparisons"),
+        ("j <= i and 1 < j < 2", "chains comparisons"),
+        ("i ? true : 0 < j < 1", "chains comparisons"),
+        ("not i == j", "negates only the left side of ==: put the comparison in parentheses"),
+    ],
+)  # fmt: skip
+def test_an_expression_that_means_something_else(text: str, message: str) -> None:
+    """It would compile, and the reference would compute the same wrong values."""
+    for name in ("score", "mask"):
+        with refuses(f"Score: {name}={text!r} {message}"):
+            Score(**{name: text})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(0 < i) == (j < 3)", "((i < j) < h)", "i << 2 < j", "i >> 1 == j >> 1", "i < j and j < 3 or i == 3 xor j < 4",
+        "j <= i & i < 3", "i <= j ? true : j == 3", "i < j, j < i", "i == -1 || j >= -1", "not (i == j)", "!t(i) == j",
+        "not t(i) && i == j", "static_cast<float>(i) < j", "min<int>(i, j) > 3", "(i > j) < t(3)",
+        "\"(//=<<\"[h] < j", "')' < 1'000'000", "[&] { int n = 0; while (n < i) n += (i < j) < h; return n; }() < 3",
+    ],
+)  # fmt: skip
+def test_an_expression_that_means_what_it_says(text: str) -> None:
+    assert Score(text, text).mask == text
+
+
 def test_a_score_is_a_value() -> None:
     """Equal scores have one hash, because plans are found by them: so its fields cannot be changed."""
     tensors = {"slope": np.zeros(4, np.float32)}
