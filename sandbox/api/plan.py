@@ -21,7 +21,7 @@ from ..core.tile import Tile
 from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.dlpack import HOST, ArrayView, Device, Library, UnsupportedDtype, dense_strides, library_of
-from .options import DESCALE, Options
+from .options import BLOCK_TABLE, DESCALE, Options
 from .validate import DTYPES, argument_name, check_contents, problem_of, unreadable
 
 _FORWARD = ("q", "k", "v")
@@ -33,7 +33,10 @@ _TENSORS = {  # {name in the public functions: name in the specs}, where they di
 
 
 # {array: the dtypes that it may have, as text}, of arrays that cannot have all dtypes of q
-_DTYPES = DTYPES | {"bias": "float32, or the dtype of out"} | dict.fromkeys((*DESCALE, "lse", "dlse"), "float32")
+_DTYPES = DTYPES | dict.fromkeys((*DESCALE, "lse", "dlse"), "float32") | {
+    "bias": "float32, or the dtype of out", BLOCK_TABLE: "int32",
+    BLOCK_MAP: "the int32 array that sandbox.block_map returns",
+}  # fmt: skip
 
 
 class Plan(Protocol):

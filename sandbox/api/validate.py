@@ -102,6 +102,12 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         raise UnsupportedProblem(
             "score has a block map, which contains only the mask of the score: leave out mask=, or with_blocks"
         )
+    assert p.score is not None
+    if p.page_size or p.ragged or not p.score.hides:
+        what = "a paged batch" if p.page_size else "a ragged batch" if p.ragged else "a Score without a mask"
+        raise UnsupportedProblem(
+            f"score has a block map, which is not supported for {what}: pass the score without with_blocks"
+        )
     if (
         view.shape != p.block_map
         or view.dtype != "int32"
@@ -112,7 +118,6 @@ def _check_map(view: ArrayView, p: Problem) -> None:
             f"score has a block map of shape {view.shape}, {view.dtype}: it must be the array that sandbox.block_map "
             f"returns for the score and {p}: shape {p.block_map}, int32, contiguous"
         )
-    assert p.score is not None
     named = p.score.named_by_mask
     if p.key_lengths and "Sk" in named:
         raise UnsupportedProblem(

@@ -208,6 +208,17 @@ def test_what_does_not_fit_is_refused() -> None:
         sandbox.attention_forward(q, q, q, score=score, mask=np.ones((S, S), bool))
     with pytest.raises(UnsupportedProblem, match="block_map returns for"):
         sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(tile_map[:, :, :-1]))
+    with pytest.raises(UnsupportedProblem, match="not supported for a Score without a mask: pass the score without"):
+        sandbox.attention_forward(q, q, q, score=Score("x + 1").with_blocks(tile_map))
+    with pytest.raises(UnsupportedProblem, match=r"the block map of score must be the int32 array that sandbox\.block"):
+        sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(tile_map.astype(np.float64)))
+    rows, table, ends = q[0].swapaxes(0, 1), np.zeros((1, 1), np.int32), np.array([0, S], np.int32)
+    with pytest.raises(UnsupportedProblem, match="not supported for a ragged batch: pass the score without"):
+        sandbox.attention_varlen(rows, rows, rows, ends, score=score)
+    with pytest.raises(UnsupportedProblem, match="not supported for a paged batch: pass the score without"):
+        sandbox.attention_paged(q, rows[None], rows[None], table, ends[1:], score=score)
+    with pytest.raises(UnsupportedProblem, match="block_table must be int32: dtype float64"):
+        sandbox.attention_paged(q, rows[None], rows[None], table * 1.0, ends[1:])
     with pytest.raises(SpecError, match="hides no keys"):
         sandbox.block_map(Score("x + 1"), Problem(1, 2, S, S, 32))
 
