@@ -238,6 +238,7 @@ _COUNTERPARTS = {  # of the keyword arguments of FlashAttention and PyTorch
     "max_seqlen_q": "attention_varlen, which takes it", "max_seqlen_k": "attention_varlen, which takes it",
     "enable_gqa": "k and v with fewer heads than q: no option is needed",
     "deterministic": "attention_backward, which takes it; with autograd torch.use_deterministic_algorithms(True)",
+    "descale": "q, k and v in float16 or bfloat16: float8 has no gradient",  # attention_backward alone does not take it
     "return_lse": "attention, which takes it; attention_forward always returns lse",
 }  # fmt: skip
 

@@ -169,13 +169,15 @@ def _float8(views: Mapping[str, ArrayView], options: Options) -> dict[str, Any]:
     without descale, and for its gradient."""
     dtype, dtype_k = views["q"].dtype, views["k"].dtype
     name = "q" if dtype in FLOAT8 else argument_name("k", views)
+    if dtype_k in FLOAT8 and "dout" in views:
+        raise UnsupportedProblem(
+            f"{name} is {dtype_k}, which has no gradient: convert q, k and v to float16 or bfloat16"
+        )
     if dtype_k in FLOAT8 and not options.descale:
         raise UnsupportedProblem(
             f"{name} is {dtype_k}: it needs descale, the factors of q, k and v: three numbers, such as (1.0, 1.0, "
             "1.0), or float32 arrays of shape (B, heads)"
         )
-    if dtype_k in FLOAT8 and "dout" in views:
-        raise UnsupportedProblem(f"{name} is {dtype_k}: its gradient is not supported; convert q, k and v to bfloat16")
     for name in DESCALE:
         if name in views and views[name].dtype != "float32":
             raise UnsupportedProblem(f"{argument_name(name, views)} is {views[name].dtype}: it must be float32")

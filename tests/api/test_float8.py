@@ -175,6 +175,12 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match=r"has no gradient: pass detached tensors, or convert"):
         sandbox.attention(q.requires_grad_(), k, v, descale=one)
     q = q.detach()
+    lse = torch.zeros(q.shape[:3])
+    for given in ((q, k, v), (q.half(), k, v)):
+        with pytest.raises(UnsupportedProblem, match=r"is float8_e4m3, which has no gradient: convert q, k and v to"):
+            sandbox.attention_backward(q.half(), *given, q.half(), lse)
+    with pytest.raises(TypeError, match="'descale': use q, k and v in float16 or bfloat16: float8 has no gradient"):
+        sandbox.attention_backward(q.half(), q, k, v, q.half(), lse, descale=one)
     with pytest.raises(SpecError, match=r"is not supported with float32, only with float8: use scale"):
         sandbox.attention(q.float(), k.float(), v.float(), descale=(*one[:2], 2))
     with pytest.raises(SpecError, match=r"must have three elements"):
