@@ -219,7 +219,12 @@ def check_keywords(function: str, keywords: Mapping[str, Any], known: frozenset[
 
 def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
     import difflib  # 2 ms
+    import inspect
 
+    from . import attention  # which imports this module
+
+    parameters = inspect.signature(getattr(attention, function)).parameters.values()
+    known |= {p.name for p in parameters if p.default is not p.empty}  # its own, such as return_lse
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
     if name in _COUNTERPARTS:
@@ -234,8 +239,10 @@ _COUNTERPARTS = {  # of the keyword arguments of FlashAttention and PyTorch
     "score_mod": "score=sandbox.Score(…)", "mask_mod": "score=sandbox.Score(mask=…)",
     "block_mask": "score=sandbox.Score(mask=…), with its block map by Score.with_blocks",
     "page_table": "attention_paged, which takes block_table", "block_table": "attention_paged, which takes it",
-    "cu_seqlens_q": "attention_varlen, which takes it", "cu_seqlens_k": "attention_varlen, which takes it",
-    "max_seqlen_q": "attention_varlen, which takes it", "max_seqlen_k": "attention_varlen, which takes it",
+    "cu_seqlens_q": "attention_varlen, which takes it",
+    "cu_seqlens_k": "attention_varlen, which takes it; with pages key_lengths",
+    "max_seqlen_q": "attention_varlen, which takes it",
+    "max_seqlen_k": "attention_varlen, which takes it; with pages it follows from block_table",
     "enable_gqa": "k and v with fewer heads than q: no option is needed",
     "deterministic": "attention_backward, which takes it; with autograd torch.use_deterministic_algorithms(True)",
     "descale": "q, k and v in float16 or bfloat16: float8 has no gradient",  # attention_backward alone does not take it

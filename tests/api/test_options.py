@@ -36,8 +36,13 @@ def test_an_unknown_keyword_argument_is_a_type_error(function) -> None:
     arrays = [Q] * sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected .* 'widow': did you mean window"):
         function(*arrays, widow=(1, 0))
-    with pytest.raises(TypeError, match="'zzz': the options are alibi, "):
+    own = {p.name for p in parameters.values() if p.default is not p.empty}
+    every = ", ".join(sorted(FUNCTIONS[function] | own))
+    with pytest.raises(TypeError, match=f"'zzz': the options are {every}$"):
         function(*arrays, zzz=1)
+    for name in own:
+        with pytest.raises(TypeError, match=f"'{name}s': did you mean {name}"):
+            function(*arrays, **{f"{name}s": 1})
     for name, use in options._COUNTERPARTS.items():
         if name not in parameters:
             with pytest.raises(TypeError, match=re.escape(f"keyword argument '{name}': use {use}") + "$"):
