@@ -167,15 +167,20 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     Raises SpecError for a score without a mask, UnsupportedProblem for tensors of several libraries or devices, and
     what `attention_forward` does.
     """
-    if not isinstance(score, Score) or not score.hides:
+    if not isinstance(score, Score):
+        raise SpecError(f'score={score!r} must be a sandbox.Score, such as sandbox.Score(mask="j <= i")')
+    if not score.hides:
         raise SpecError(f"score={score!s} hides no keys: a block map needs a sandbox.Score with a mask")
+    if not isinstance(problem, Problem):
+        raise SpecError(f"problem={problem!r} must be a sandbox.Problem, such as sandbox.Problem(2, 4, 512, 512, 64)")
     bare = Problem(problem.B, problem.H, problem.Sq, problem.Sk, 64, dtype="float16", score=score.described)
     arrays = tuple(score.tensors.values()) or (_host() if like is None else like,)
-    library = library_of(arrays[0])
-    if any(library_of(array) is not library for array in arrays):
+    names = [f"score.{name}" for name in score.tensors]
+    library, *others = map(library_of, arrays, names or ["like"])
+    if any(other is not library for other in others):
         raise UnsupportedProblem("the tensors of score are arrays of several libraries: convert them to one")
     arrays = library.materialise(*arrays)
-    views = dict(zip((f"score.{name}" for name in score.tensors), map(library.view, arrays), strict=False))
+    views = dict(zip(names, map(library.view, arrays), strict=False))
     device = library.view(arrays[0]).device
     if any(view.device != device for view in views.values()):
         raise UnsupportedProblem("the tensors of score are on several devices: copy them to one")
@@ -223,8 +228,17 @@ def run(name: str, inputs: tuple[Any, ...], tile: Any = None, backend: str | Non
 def operation_of(kernel: Kernel) -> Operation:
     """What the kernel computes. Raises UnsupportedProblem for a kernel of attention."""
     if not isinstance(kernel.computes, Operation):
-        raise UnsupportedProblem(f"{kernel.name} computes attention's {kernel.computes}: use sandbox.attention")
+        what, function = _INSTEAD[kernel.computes]
+        raise UnsupportedProblem(f"{kernel.name} computes {what}: use sandbox.{function}")
     return kernel.computes
+
+
+_INSTEAD = {  # {what an attention kernel computes: (it in words, the public function)}
+    "forward": ("attention's forward", "attention"),
+    "backward": ("attention's backward", "attention_backward"),
+    "preprocess": ("a step of attention's backward", "attention_backward"),
+    "block_map": ("a block map", "block_map"),
+}
 
 
 def gradient_of(kernel: Kernel) -> Kernel:

@@ -148,8 +148,8 @@ def entry_owner(name: str, computes: str = "") -> Kernel:
     """The kernel that has an entry point of that name. Raises UnknownKernel as `get`, SpecError."""
     known, broken = _all()
     owners = {entry.name: kernel for kernel in known.values() for entry in kernel.entries}
-    if name not in owners:
-        if name in broken:
+    if not isinstance(name, str) or name not in owners:
+        if isinstance(name, str) and name in broken:
             raise SpecError(broken[name])
         named = [k.name for k in known.values() if computes in ("", "operation" if k.custom else k.computes)]
         near = difflib.get_close_matches(str(name), named, 1)

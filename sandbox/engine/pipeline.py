@@ -334,7 +334,7 @@ def compile(
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
-    owner = entry_owner(kernel) if isinstance(kernel, str) else kernel
+    owner = kernel if isinstance(kernel, Kernel) else entry_owner(kernel)
     if isinstance(owner.computes, Operation):
         own: Any = owner.computes.sized(dict.fromkeys(owner.computes.dims, 1024), dtype)
         problem: Problem = own

@@ -50,6 +50,8 @@ LARGEST_SMEM = max(limits.smem_per_block for limits in _LIMITS.values())
 
 def parse(name: str) -> Arch:
     """`"sm_90a"` -> (9, 0). Raises UnsupportedProblem for an unknown architecture."""
+    if not isinstance(name, str):
+        raise UnsupportedProblem(f'arch={name!r} must be text, such as "sm_90a"')
     match = PATTERN.fullmatch(name)
     arch = (int(match[1]), int(match[2])) if match else None
     if arch not in _LIMITS:

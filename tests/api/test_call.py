@@ -207,7 +207,10 @@ def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.Monk
         ("matmul", [randn(8, 8, dtype="float16"), randn(8, 8)], "B has dtype float32, and A has float16: convert it"),
         ("matmul", [randn(8, 8), randn(8, 8)], "matmul: dtype float32 is not supported: use float16 or bfloat16"),
         ("matmul", [randn(8, 9, dtype="float16"), randn(9, 8, dtype="float16")], "K=9, N=8 are not supported: TMA"),
-        ("fwd_minimal", [randn(8, 8)], "fwd_minimal computes attention's forward: use sandbox.attention"),
+        ("fwd_minimal", [randn(8, 8)], "fwd_minimal computes attention's forward: use sandbox.attention$"),
+        ("bwd_minimal", [randn(8, 8)], "computes attention's backward: use sandbox.attention_backward"),
+        ("bwd_preprocess", [randn(8, 8)], "computes a step of attention's backward: use sandbox.attention_backward"),
+        ("block_map", [randn(8, 8)], "block_map computes a block map: use sandbox.block_map"),
     ],
 )
 def test_arrays_that_do_not_fit(name: str, inputs: list[Any], message: str) -> None:

@@ -219,6 +219,14 @@ def test_what_does_not_fit_is_refused() -> None:
         sandbox.attention_paged(q, rows[None], rows[None], table, ends[1:], score=score)
     with pytest.raises(UnsupportedProblem, match="block_table must be int32: dtype float64"):
         sandbox.attention_paged(q, rows[None], rows[None], table * 1.0, ends[1:])
+    with pytest.raises(SpecError, match=r"problem=\(1, 2, 300, 300, 32\) must be a sandbox\.Problem, such as"):
+        sandbox.block_map(DOCUMENTS, (1, 2, S, S, 32))
+    with pytest.raises(SpecError, match="score='j <= i' must be a sandbox"):
+        sandbox.block_map("j <= i", Problem(1, 2, S, S, 32))
+    with pytest.raises(UnsupportedProblem, match="like is of type int, not an array"):
+        sandbox.block_map(Score(mask="j <= i"), Problem(1, 2, S, S, 32), like=3)
+    with pytest.raises(UnsupportedProblem, match=r"score\.t is of type TensorLike, not an array"):
+        sandbox.block_map(Score(mask="t(j)", tensors={"t": TensorLike((S,), "bool")}), Problem(1, 2, S, S, 32))
     with pytest.raises(SpecError, match="hides no keys"):
         sandbox.block_map(Score("x + 1"), Problem(1, 2, S, S, 32))
 

@@ -431,6 +431,9 @@ def test_public_compile() -> None:
     [
         ({"arch": "sm_42"}, 'arch "sm_42" is not supported'),
         ({"arch": "sm_70"}, 'arch "sm_70" is not supported'),
+        ({"arch": 90}, 'arch=90 must be text, such as "sm_90a"'),
+        ({"kernel": 3}, "kernel 3 is not known: the kernels are"),
+        ({"kernel": ["fwd_mma"]}, r"kernel \['fwd_mma'\] is not known: did you mean fwd_mma\? the kernels are"),
         ({"D": 512}, "D=512 is not supported"),
         ({"D": 0}, "D=0 must be an integer >= 1"),
         ({"dtype": "float64"}, "dtype='float64' is not supported"),
@@ -441,7 +444,7 @@ def test_public_compile() -> None:
 )
 def test_public_compile_rejects(options: dict, message: str) -> None:
     with pytest.raises(SandboxError, match=message):
-        sandbox.compile("fwd_minimal", **{"arch": "sm_90a", **options})
+        sandbox.compile(**{"kernel": "fwd_minimal", "arch": "sm_90a", **options})
 
 
 def test_nvrtc_searches_only_the_folders_of_the_scan(write) -> None:
