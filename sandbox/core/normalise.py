@@ -69,5 +69,6 @@ def normalise_window(window: Any, most: int | None = None) -> Window:
         return left, right
     except (TypeError, ValueError):  # SpecError among them
         raise SpecError(
-            f"window={window!r} must be (left, right), the keys visible to either side: each an integer >= 0, or None"
+            f"window={window!r} must be (left, right), the keys visible to either side: each an integer >= 0, or None "
+            "for no bound (FlashAttention: -1)"
         ) from None

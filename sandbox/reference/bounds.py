@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .rounding import dtype_name, sum_rounding, ulp
+from .semantics import plain_array
 
 OUTPUT_FACTOR = 2.0  # multiple of naive attention's error, for O
 GRADIENT_FACTOR = 3.0  # the same for dQ, dK and dV
@@ -23,7 +24,7 @@ def errors(x: ArrayLike, ref: ArrayLike) -> NDArray[np.float64]:
     Elements that are not finite: 0 if x and ref are equal or both NaN, otherwise inf. Any dtypes. Raises ValueError if
     the shapes differ, because broadcasting would hide a missing axis.
     """
-    x, ref = np.asarray(x).astype(np.float64), np.asarray(ref).astype(np.float64)
+    x, ref = plain_array(x).astype(np.float64), plain_array(ref).astype(np.float64)
     if x.shape != ref.shape:
         raise ValueError(f"result {x.shape} and reference {ref.shape} must have the same shape")
     finite = np.isfinite(x) & np.isfinite(ref)

@@ -18,7 +18,18 @@ from numpy.typing import DTypeLike, NDArray
 from .gradients import Gradients, Sums
 from .rounding import LARGEST_FINITE, dtype_name, quantised, round_to, sum_rounding
 from .score import Options, ScoreOptions
-from .semantics import Array, Causal, Mask, check_gradient_shapes, dot_visible, or_one, or_zero, plain_array, shape_of
+from .semantics import (
+    REAL,
+    Array,
+    Causal,
+    Mask,
+    check_gradient_shapes,
+    dot_visible,
+    or_one,
+    or_zero,
+    plain_array,
+    shape_of,
+)
 
 Round = Callable[[Array], Array]
 
@@ -30,11 +41,11 @@ def attention(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The reference: out = softmax(scores of q kᵀ) v and its LSE, in float64 on the same inputs.
 
-    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides; H is a multiple of Hk. `scale`
-    defaults to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". The score options are those of
-    `reference.score.Options`.
+    q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), any float dtypes and strides, NumPy arrays or PyTorch tensors;
+    H is a multiple of Hk. `scale` defaults to 1/sqrt(D). `causal` is False, True ("bottom-right") or "top-left". The
+    score options are those of `reference.score.Options`.
     Returns out (B, H, Sq, Dv) and lse (B, H, Sq), the natural log of the sum of the exponentials of the scores and the
-    sink. Raises ValueError for inconsistent shapes and for an unknown `causal`.
+    sink. Raises ValueError for inconsistent shapes and for an invalid option.
 
     Source: FlashAttention-2 (Dao 2023), section 2.2: S, P and O.
     """
@@ -91,7 +102,7 @@ def naive(
     in fp32, P is rounded to `v_dtype` (default: q's) with `quantised`, and the result to `out_dtype` (default:
     bfloat16). Raises ValueError like `attention`, and for an unknown dtype.
     """
-    name = dtype_name(np.asarray(q).dtype if dtype is None else dtype)
+    name = dtype_name(plain_array(q, "q").dtype if dtype is None else dtype)
     rounded = _rounding(q, name)
     if name not in LARGEST_FINITE:
         same = Roundings(rounded, rounded, rounded, rounded)
@@ -144,7 +155,7 @@ def output_rounding(
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1, to first order.
     """
-    q, k, v, out = (np.asarray(x).astype(np.float64) for x in (q, k, v, out))
+    q, k, v, out = (plain_array(x).astype(np.float64) for x in (q, k, v, out))
     shape = shape_of(q, k, v)
     score_options = ScoreOptions(shape, causal, scale, **options)
     errors = np.empty_like(out)
@@ -191,7 +202,7 @@ def backward_magnitudes(
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1, to first order.
     """
-    dout, q, k, v, out, lse = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v, out, lse))
+    dout, q, k, v, out, lse = (plain_array(x).astype(np.float64) for x in (dout, q, k, v, out, lse))
     shape = shape_of(q, k, v)
     check_gradient_shapes(shape, dout, out, lse, dlse)
     score_options = ScoreOptions(shape, causal, scale, **options)
@@ -205,7 +216,7 @@ def backward_magnitudes(
             P = np.where(S.visible, np.exp(S.x - LSE) * (1 + S.magnitude + abs(LSE)), 0)
             delta = (dO * abs(out[b, h, rows])).sum(axis=1)
             if dlse is not None:
-                delta += abs(np.asarray(dlse, np.float64)[b, h, rows])
+                delta += abs(plain_array(dlse).astype(np.float64)[b, h, rows])
             dx = np.where(S.visible, P * (head.apply_dropout(dO @ V.T, rows.start) + delta[:, None]), 0)
             P = head.apply_dropout(P, rows.start)
             Q, K = abs(q[b, h, rows]), abs(k[b, hk])
@@ -233,7 +244,7 @@ _EXACTLY = Roundings(_exact, _exact, _exact, _exact)
 
 
 def _rounding(q: Array, dtype: DTypeLike | None) -> Round:
-    name = dtype_name(np.asarray(q).dtype if dtype is None else dtype)
+    name = dtype_name(plain_array(q, "q").dtype if dtype is None else dtype)
     return lambda x: round_to(x, name)
 
 
@@ -255,7 +266,7 @@ def _forward(
     q: Array, k: Array, v: Array, causal: Causal, scale: float | None, options: Options, dtype: DTypeLike,
     rounded: Roundings,
 ) -> tuple[Array, Array]:  # fmt: skip
-    q, k, v = plain_array(q), plain_array(k), plain_array(v)
+    q, k, v = (plain_array(x, name, REAL) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     shape = shape_of(q, k, v)
     score_options = ScoreOptions(shape, causal, scale, **options)
     out, lse = np.empty((*q.shape[:3], shape.Dv), dtype), np.empty(q.shape[:3], dtype)
@@ -276,7 +287,9 @@ def _backward(
     causal: Causal, scale: float | None, options: Options, dtype: DTypeLike, rounded: Round,
 ) -> Gradients:  # fmt: skip
     """P and delta come from out and lse if given (as in FlashAttention), else from the softmax (as in autograd)."""
-    dout, q, k, v = plain_array(dout), plain_array(q), plain_array(k), plain_array(v)
+    dout = plain_array(dout, "dout", REAL)
+    q, k, v = (plain_array(x, name, REAL) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    out, lse, dlse = (x if x is None else plain_array(x, n) for x, n in ((out, "out"), (lse, "lse"), (dlse, "dlse")))
     shape = shape_of(q, k, v)
     check_gradient_shapes(shape, dout, out, lse, dlse)
     score_options = ScoreOptions(shape, causal, scale, **options)

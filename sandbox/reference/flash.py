@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from .rounding import quantised
 from .score import Head, Options, ScoreOptions
-from .semantics import Array, Causal, check_tile, dot_visible, or_one, or_zero, plain_array, shape_of
+from .semantics import REAL, Array, Causal, check_tile, dot_visible, or_one, or_zero, plain_array, shape_of
 
 
 def load(x: Array, row: int, rows: int, dtype: DTypeLike) -> Array:
@@ -148,7 +148,7 @@ def _forward(
     options: Options,
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
-    q, k, v = plain_array(q), plain_array(k), plain_array(v)
+    q, k, v = (plain_array(x, name, REAL) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     shape = shape_of(q, k, v)
     check_tile(BLOCK_M, BLOCK_N)
     score_options = ScoreOptions(shape, causal, scale, **options)

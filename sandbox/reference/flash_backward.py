@@ -47,7 +47,7 @@ def flash2_backward(
     dq, dk, dv = np.zeros(q.shape, dtype), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype)  # line 3
     delta = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3)  # line 4
     if dlse is not None:
-        delta -= dlse  # the only effect of a gradient of LSE
+        delta -= plain_array(dlse, "dlse")  # the only effect of a gradient of LSE
     dbias = (
         None if score_options.bias is None else np.zeros(score_options.bias.shape, dtype)
     )  # one per head, summed below

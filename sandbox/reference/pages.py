@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .semantics import plain_array
+
 Array = NDArray[Any]
 
 
@@ -16,6 +18,7 @@ def gather_pages(pages: Array, block_table: Array, key_lengths: Array) -> Array:
 
     Raises ValueError if a valid key is in a page that does not exist, or beyond the table.
     """
+    pages, block_table, key_lengths = plain_array(pages), plain_array(block_table), plain_array(key_lengths)
     count, page_size, Hk, D = pages.shape
     B, max_pages = block_table.shape
     found = np.zeros((B, max_pages * page_size, Hk, D), pages.dtype)

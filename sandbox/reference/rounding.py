@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from .semantics import plain_array
+
 
 class _Format(NamedTuple):
     numpy: np.dtype
@@ -42,7 +44,7 @@ def round_to(x: ArrayLike, dtype: DTypeLike) -> NDArray[np.float32]:
     Any shape. x is first converted to float32. Raises ValueError for an unknown dtype.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf is intended
-        wide: NDArray[np.float32] = np.asarray(x).astype(np.float32, copy=False)
+        wide: NDArray[np.float32] = plain_array(x).astype(np.float32, copy=False)
         if largest := LARGEST_FINITE.get(dtype_name(dtype)):
             wide = np.clip(wide, np.float32(-largest), np.float32(largest))
         return wide.astype(_FORMATS[dtype_name(dtype)].numpy, copy=False).astype(np.float32, copy=False)

@@ -17,12 +17,26 @@ with "top-left". A step whose option is off is left out:
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypedDict
+from operator import index
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
 from .dropout import dropout_threshold, keep_tile
-from .semantics import Array, Causal, Mask, Shape, causal_bounds, or_zero, plain_array, softmax_scale
+from .semantics import (
+    BOOL,
+    INTEGER,
+    REAL,
+    Array,
+    Causal,
+    Mask,
+    Shape,
+    causal_bounds,
+    finite,
+    or_zero,
+    plain_array,
+    softmax_scale,
+)
 
 
 class Expressions(Protocol):
@@ -90,28 +104,31 @@ class ScoreOptions:
                 f"scale, {', '.join(Options.__annotations__)}"
             )
         full = (shape.B, shape.H, shape.Sq, shape.Sk)
-        self.shape, self.scale, self.softcap, self.expressions = (
-            shape,
-            softmax_scale(scale, shape.D),
-            float(softcap),
-            score,
-        )
+        self.shape, self.scale = shape, softmax_scale(scale, shape.D)
+        self.softcap, self.expressions = finite("softcap", softcap or 0.0), score
+        if self.softcap < 0:
+            raise ValueError(f"softcap={self.softcap!r} must be positive, or 0 for none")
+        if score is not None and not hasattr(score, "evaluate"):
+            raise ValueError(f'score={score!r} must be a sandbox.Score, such as sandbox.Score("x - 0.1f * abs(i - j)")')
         self.part = part or Part(0, 0, 0, shape.Sq)
         self.aligned_right = causal != "top-left"
         self.left, self.right = causal_bounds(causal, window)
         self.bias_shape = None if bias is None else np.shape(bias)
         self.bias = _broadcast("bias", bias, full)
-        self.mask = _broadcast("mask", mask, full)
+        self.mask = _broadcast("mask", mask, full, kinds=BOOL)
         self.slopes = _broadcast("alibi", alibi, full[:2])
         self.sink = _broadcast("sink", sink, full[1:2], exact=True)
-        self.lengths = _broadcast("key_lengths", key_lengths, full[:1], exact=True)
+        self.lengths = _broadcast("key_lengths", key_lengths, full[:1], exact=True, kinds=INTEGER)
+        dropout = finite("dropout", dropout or 0.0)
         if dropout and seed is None:
             raise ValueError(f"dropout={dropout} needs a seed: pass the one that the kernels were given")
         dropout_threshold(dropout)
-        self.dropout, self.seed = float(dropout), seed
+        self.dropout, self.seed = dropout, None if seed is None else _integer("seed", seed)
         heads = (shape.H, shape.Hk, shape.Hk)
+        if len(descale or heads) != 3:
+            raise ValueError(f"descale={descale!r} must have three elements: the factors of q, k and v")
         self.descale = [
-            np.broadcast_to(np.asarray(x, np.float64), (shape.B, n))
+            np.broadcast_to(plain_array(x, "descale").astype(np.float64), (shape.B, n))
             for x, n in zip(descale or (1.0, 1.0, 1.0), heads, strict=True)
         ]
 
@@ -217,10 +234,23 @@ class Head:
         return -(np.exp(self.sink - or_zero(LSE)) * delta)
 
 
-def _broadcast(name: str, x: Array | None, shape: tuple[int, ...], exact: bool = False) -> Array | None:
+def _integer(name: str, value: Any) -> int:
+    """`value` as an int. Raises ValueError unless it is an integer, or an array of one."""
+    try:
+        return index(value)
+    except TypeError:
+        array = np.asarray(value)
+        if array.size != 1 or array.dtype.kind not in INTEGER:
+            raise ValueError(f"{name}={value!r} must be an integer, or an array of one") from None
+        return int(array.item())
+
+
+def _broadcast(
+    name: str, x: Array | None, shape: tuple[int, ...], exact: bool = False, kinds: str = REAL
+) -> Array | None:  # fmt: skip
     if x is None:
         return None
-    x = plain_array(x)
+    x = plain_array(x, name, kinds)
     try:
         if exact and x.shape != shape:
             raise ValueError

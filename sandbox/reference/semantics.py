@@ -5,8 +5,11 @@ The dense and the tiled reference share these functions, so that the mask is def
 
 from __future__ import annotations
 
+import math
+from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,11 +34,33 @@ class Shape(NamedTuple):
         return h // (self.H // self.Hk)
 
 
-def plain_array(x: Any) -> Array:
-    """x as an array. Raises ValueError for a masked array (np.ma), because its mask would be ignored."""
+NUMBER, REAL, INTEGER, BOOL = "fViub", "fViu", "iu", "b"  # kinds of NumPy dtypes; V: some of ml_dtypes
+
+
+def plain_array(x: Any, name: str = "an array", kinds: str = NUMBER) -> Array:
+    """x as a NumPy array, also a PyTorch tensor, with its dtype. Raises ValueError for another kind of dtype, and for a
+    masked array (np.ma), because its mask would be ignored."""
     if isinstance(x, np.ma.MaskedArray):
         raise ValueError("a MaskedArray is not supported: pass its data (.filled(0)) and, separately, mask=")
-    return np.asarray(x)
+    if hasattr(x, "detach"):  # a PyTorch tensor, which may require a gradient, be on a GPU, or lazily negated
+        other = getattr(ml_dtypes, str(x.dtype).removeprefix("torch."), None)
+        x = x.float().numpy(force=True).astype(other) if other else x.numpy(force=True)
+    x = np.asarray(x)
+    if x.dtype.kind not in kinds:
+        what = {INTEGER: "integer", BOOL: "bool"}.get(kinds, "real")
+        raise ValueError(f"{name} is {x.dtype}: its dtype must be {what}")
+    return x
+
+
+def finite(name: str, value: Any) -> float:
+    """`value` as a float. Raises ValueError unless it is a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}={value!r} must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number!r} must be finite")
+    return number
 
 
 def shape_of(q: Array, k: Array, v: Array) -> Shape:
@@ -73,7 +98,7 @@ def check_tile(BLOCK_M: int, BLOCK_N: int) -> None:
 
 def softmax_scale(scale: float | None, D: int) -> float:
     """The factor of q·k: `scale`, or 1/sqrt(D) when it is None."""
-    return D**-0.5 if scale is None else float(scale)
+    return D**-0.5 if scale is None else finite("scale", scale)
 
 
 def causal_offset(Sq: int, Sk: int, causal: Causal) -> int:
@@ -92,11 +117,20 @@ def causal_offset(Sq: int, Sk: int, causal: Causal) -> int:
 def causal_bounds(causal: Causal, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     """(left, right): the combined window of causal and window, relative to the query's position. None: unbounded.
 
-    Raises ValueError for an unknown `causal`.
+    Raises ValueError for an unknown `causal` and an invalid window.
     """
     causal_offset(0, 0, causal)
+    try:
+        left, right = (None, None) if window is None else window
+        if any(isinstance(n, bool) or (n is not None and index(n) < 0) for n in (left, right)):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window={window!r} must be (left, right), the keys visible to either side: each an integer >= 0, or None "
+            "for no bound (FlashAttention: -1)"
+        ) from None
     # At most 2^62, so that the sum with a row number fits in int64.
-    left, right = (None if n is None else min(n, 2**62) for n in (window or (None, None)))
+    left, right = (None if n is None else min(index(n), 2**62) for n in (left, right))
     return left, (0 if right is None else min(right, 0)) if causal else right
 
 

@@ -111,6 +111,37 @@ def test_inconsistent_shapes_are_rejected(shapes):
         reference.attention(*(np.zeros(shape) for shape in shapes))
 
 
+def test_complex_numbers_are_rejected():
+    q = np.zeros((1, 2, 4, 8), complex)
+    for call in (reference.attention, reference.naive, lambda *x: reference.attention_backward(*x, x[0])):
+        with pytest.raises(ValueError, match="is complex128: its dtype must be real"):
+            call(q, q, q)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_pytorch_tensors(dtype):
+    """They have the results of NumPy arrays of their dtype, also with a gradient or lazily negated."""
+    torch = pytest.importorskip("torch")
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    q, k, v, dout = (np.random.default_rng(n).standard_normal((1, 2, 4, 8)).astype(kind) for n in range(4))
+    tensors = [torch.from_numpy(x.astype(np.float32)).to(getattr(torch, dtype)) for x in (q, k, v, dout)]
+    tensors[1].requires_grad_()
+    if dtype == "float32":
+        tensors[0], q = torch._neg_view(tensors[0]), -q
+    out, lse = reference.attention(q, k, v)
+    for call in (
+        lambda q, k, v, dout: reference.attention(q, k, v),
+        lambda q, k, v, dout: [reference.naive(q, k, v)],
+        lambda q, k, v, dout: reference.attention_backward(dout, q, k, v),
+        lambda q, k, v, dout: reference.attention_backward(dout, q, k, v, torch.from_numpy(out), torch.from_numpy(lse)),
+        lambda q, k, v, dout: reference.flash2(q, k, v, BLOCK_M=2, BLOCK_N=2),
+    ):
+        for found, expected in zip(call(*tensors), call(q, k, v, dout), strict=True):
+            assert np.array_equal(found, expected)
+    assert reference.max_error(tensors[1], k) == 0
+    assert np.array_equal(reference.round_to(tensors[1], "float16"), reference.round_to(k, "float16"))
+
+
 def test_gradients_of_wrong_shape_are_rejected():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="dout"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import secrets
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import sandbox
 from sandbox import reference
 
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 7, 11, 5, 3
@@ -221,6 +223,13 @@ def test_rows_without_visible_keys(sink: bool) -> None:
         ({"alibi": np.zeros(3)}, "alibi has shape (3,): it must broadcast to (2, 4)"),
         ({"sink": np.zeros(1)}, "sink has shape (1,): it must be (4,)"),
         ({"key_lengths": np.zeros(3, int)}, "key_lengths has shape (3,): it must be (2,)"),
+        ({"key_lengths": np.array([2.5, 3])}, "key_lengths is float64: its dtype must be integer"),
+        ({"mask": np.ones((SQ, SK), int)}, "mask is int64: its dtype must be bool"),
+        ({"mask": np.ones((SQ, SK))}, "mask is float64: its dtype must be bool"),
+        ({"bias": np.ones((SQ, SK), bool)}, "bias is bool: its dtype must be real"),
+        ({"descale": (1.0, 2.0)}, "descale=(1.0, 2.0) must have three elements"),
+        ({"dropout": 0.5, "seed": 1.5}, "seed=1.5 must be an integer, or an array of one"),
+        ({"dropout": 0.5, "seed": np.zeros(2, int)}, "seed=array([0, 0]) must be an integer, or an array of one"),
     ],
 )
 def test_invalid_options_are_rejected(options: Any, message: str) -> None:
@@ -228,6 +237,39 @@ def test_invalid_options_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         reference.attention(q, k, v, **options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": -1}, {"softcap": np.nan}, {"softcap": "a"}, {"scale": np.nan}, {"scale": np.inf}, {"scale": "a"},
+        {"window": (-1, 0)}, {"window": (2.5, 0)}, {"window": (True, 1)}, {"window": 5}, {"window": (1, 2, 3)},
+        {"window": ()}, {"window": "ab"}, {"score": "x"}, {"dropout": np.nan, "seed": 1}, {"dropout": "a", "seed": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_invalid_values_are_rejected_as_by_the_kernels(options: Any) -> None:
+    """With the same message."""
+    q = np.zeros((1, 1, 4, 8), np.float32)
+    with pytest.raises(sandbox.SpecError) as expected:
+        sandbox.attention(q, q, q, **options)
+    for call in (
+        lambda: reference.attention(q, q, q, **options),
+        lambda: reference.attention_backward(q, q, q, q, **options),
+        lambda: reference.flash2(q, q, q, BLOCK_M=2, BLOCK_N=2, **options),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(expected.value))}$"):
+            call()
+
+
+def test_values_that_mean_no_option() -> None:
+    q = np.random.default_rng(0).standard_normal((1, 1, 4, 8), np.float32)
+    expected = reference.attention(q, q, q)[0]
+    for options in ({"softcap": None}, {"dropout": None}, {"window": None}, {"window": [None, None]}):
+        assert np.array_equal(reference.attention(q, q, q, **options)[0], expected)
+    dropped, options = reference.attention(q, q, q, dropout=0.5, seed=2**64 - 5)[0], {"dropout": 0.5}
+    for seed in (-5, np.array([-5]), torch.tensor([-5])):
+        assert np.array_equal(reference.attention(q, q, q, seed=seed, **options)[0], dropped)
 
 
 @pytest.mark.parametrize("window", [(1, 2), (None, 0), (3, None), (0, 0)])
