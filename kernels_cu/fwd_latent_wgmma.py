@@ -71,7 +71,8 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """The requirements of tensor maps and wgmma; options that read elements need more registers."""
     if others := p.options - OPTIONS:
-        return f"{', '.join(sorted(others))} not supported: {', '.join(sorted(OPTIONS))} are"
+        found = f"{' and '.join(sorted(others))} {'are' if len(others) > 1 else 'is'}"
+        return f"{found} not supported with latent attention: only causal, window, sink, key_lengths and pages are"
     if p.Sq * p.group >= 2**31:
         return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows"
     return unsupported_by_wgmma(p, arch, "copies of the first columns of k as v")

@@ -129,10 +129,11 @@ def test_selection() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"latent": False}, "only latent attention is supported, where v is the view k[..., :Dv] of k"),
+        ({"latent": False}, "v is the view k[..., :Dv] of k: this v is a copy, or another view"),
         ({"D": 640}, "D=640 is not supported: D is at most 576"),
         ({"Dv": 576}, "Dv=576 is not supported: Dv is at most 512"),
-        ({"softcap": 3.0, "alibi": (16,)}, "alibi, softcap not supported"),
+        ({"softcap": 3.0}, ": softcap is not supported with latent attention: only causal, window, sink, key"),
+        ({"softcap": 3.0, "alibi": (16,)}, "alibi and softcap are not supported with latent attention: only"),
         ({"D": 572}, "D=572 is not a multiple of 8: cp.async and TMA copy 16 bytes at a time (pad D with zeros to 576"),
     ],
 )
@@ -182,7 +183,7 @@ def test_attention_finds_the_view(device: Device) -> None:
         assert abs(out[0] - expected).max() < 2e-3
         assert abs(out[1] - lse).max() < 1e-3
     for v in (other[..., :512], kv[..., 64:], np.ascontiguousarray(kv[..., :512])):
-        with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k: this v has memory"):
+        with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k: this v is a copy"):
             sandbox.attention(q, kv, v)
 
 
