@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.errors import UnsupportedProblem
 from ..core.limits import GRADIENT_D
 from ..core.operation import Operation
-from ..launch.dlpack import library_of
+from ..launch.dlpack import NESTED, library_of
 from .dispatch import ALIGNED, Found, known, run_backward, run_forward
 from .options import (
     DIFFERENTIABLE,
@@ -33,6 +33,7 @@ from .torch_ops import Results, backward, batched, forward, or_zeros
 def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
     """(out, lse) of `sandbox.attention`, recorded by autograd or by a tracer. `arrays` are q, k, v and those that
     `options.array_names` names; unless `with_lse`, lse may be None."""
+    _check_not_nested(arrays)
     if isinstance(options.scale, Tensor):
         options = replace(options, scale=constant("scale", options.scale))
     library = library_of(arrays[0])
@@ -75,6 +76,7 @@ def paged_forward(arrays: Results, options: Options) -> Results:
 
 def gradients(arrays: Results, options: Options) -> Results:
     """dq, dk, dv of `sandbox.attention_backward` where PyTorch has to intercept the call."""
+    _check_not_nested(arrays)
     with torch.no_grad():
         return backward(arrays, options)[:3]
 
@@ -150,9 +152,19 @@ def nested_as(q: Tensor, x: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), offsets=offsets).transpose(1, 2)
 
 
+def _check_not_nested(arrays: Results) -> None:
+    """Raises UnsupportedProblem for nested tensors that `packed_nested` did not convert."""
+    if any(getattr(x, "is_nested", False) for x in arrays):
+        raise UnsupportedProblem(NESTED)
+
+
 def _packed(name: str, x: Tensor) -> Tensor:
-    if not (isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged and x.dim() == 4):
-        raise UnsupportedProblem(f"{name} must be a nested tensor like q, (B, heads, j, D), with layout torch.jagged")
+    if not getattr(x, "is_nested", False):
+        raise UnsupportedProblem(f"{name} is not a nested tensor, and q is: it must be (B, heads, j, D), nested")
+    if x.layout != torch.jagged:
+        raise UnsupportedProblem(f"{name} is a nested tensor with layout {x.layout}: make it with layout=torch.jagged")
+    if x.dim() != 4:
+        raise UnsupportedProblem(f"{name} is a nested tensor of {x.dim()} dimensions: it must be (B, heads, j, D)")
     packed = x.transpose(1, 2)
     if packed._ragged_idx != 1 or packed.lengths() is not None:
         raise UnsupportedProblem(

@@ -58,7 +58,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
         fields["page_size"], fields["pages"] = k.shape[2], k.shape[0]
         Sk = _most_keys(views, B)
     fields |= _float8(views, options)
-    fields |= _shapes(views, (B, H, Sq, Sk), whole="dbias" in options.gradients, out_dtype=fields.get("out_dtype", ""))
+    fields |= _shapes(views, (B, H, Sq, Sk), options, fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
     memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
     if BLOCK_TABLE in views:  # mappable: TMA can read it (core/problem.py)
@@ -201,12 +201,13 @@ def _check_tensor(name: str, view: ArrayView) -> None:
 DTYPES = {name: array.dtype for name, array in ARRAYS.items() if array.dtype}  # that these arrays must have
 
 
-def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype: str) -> dict[str, Any]:
+def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, options: Options, out_dtype: str) -> dict[str, Any]:
     """The fields of a Problem for the arrays of score options.
 
-    A dimension of stride 0 that may broadcast has size 1 in the Problem. `whole`: an array with a gradient keeps its
-    full shape, which the gradient has, too.
+    A dimension of stride 0 that may broadcast has size 1 in the Problem. An array with a gradient keeps its full shape,
+    which the gradient has, too.
     """
+    whole = "dbias" in options.gradients
     found: dict[str, Any] = {}
     for name, array in ((name, array) for name, array in ARRAYS.items() if name in views):
         view = views[name]
@@ -219,7 +220,10 @@ def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype
         missing = len(array.axes) - len(view.shape) if array.broadcast else 0
         shape = (*(1,) * missing, *view.shape)
         if not array.accepts(shape, sizes):
-            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must {array.required(sizes)}")
+            required = array.required(sizes)
+            if options.max_seqlen and array.broadcast:
+                required = _of_sequences(required, options.max_seqlen, paged=BLOCK_TABLE in views)
+            raise UnsupportedProblem(f"{name} has shape {view.shape}: it must {required}")
         if array.broadcast and not (whole and name in DIFFERENTIABLE):
             shape = (*(1,) * missing, *(n if s else 1 for n, s in zip(view.shape, view.strides, strict=True)))
         found[name] = shape if array.shape_is_field else True
@@ -228,6 +232,18 @@ def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, whole: bool, out_dtype
             raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32, or {out_dtype} as out")
         found["bias_dtype"] = bias.dtype
     return found
+
+
+def _of_sequences(required: str, longest: tuple[int | None, int | None], paged: bool) -> str:
+    """`required` of a ragged batch, whose Sq and Sk are max_seqlen_q and max_seqlen_k."""
+    names = ["max_seqlen_q"] if paged else ["max_seqlen_q", "max_seqlen_k"]
+    for name, dim in zip(names, ("Sq", "Sk"), strict=False):
+        required = required.replace(dim, name)
+    missing = [name for name, n in zip(names, longest, strict=False) if n is None]
+    if not missing:
+        return required
+    by_default = f"{'are' if len(missing) > 1 else 'is'} by default the rows of {' and '.join(n[-1] for n in missing)}"
+    return f"{required}; {' and '.join(missing)} {by_default}"
 
 
 def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:

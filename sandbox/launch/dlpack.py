@@ -34,6 +34,7 @@ from .library import IGNORED_MASK, Library
 
 __all__ = [
     "HOST",
+    "NESTED",
     "ArrayView",
     "Device",
     "Library",
@@ -162,6 +163,8 @@ class _PyTorch(Library):
         return *map(_TORCH_KIND, arrays), *map(Tensor.stride, arrays)
 
     def view(self, array: Any) -> ArrayView:
+        if array.is_nested:
+            raise UnsupportedProblem(NESTED)
         dtype = _dtype(str(array.dtype).removeprefix("torch."), self.name)
         kind = array.device.type
         if kind not in ("cpu", "cuda"):
@@ -343,6 +346,7 @@ class _Capsule(Library):
         )
 
 
+NESTED = "nested tensors are supported as q, k and v of attention, with layout torch.jagged: else use attention_varlen"
 _NUMPY_KIND = attrgetter("__class__", "shape", "strides", "dtype")
 _CUPY_KIND = attrgetter("shape", "strides", "dtype", "device.id")
 _TORCH_KIND = attrgetter("shape", "dtype", "device")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -102,6 +104,47 @@ def test_compiled_and_nested_tensors_agree() -> None:
     (result.transpose(1, 2).values() * weights).sum().backward()
     for a, leaf in zip(gradients, leaves, strict=True):
         assert torch.equal(a, leaf.grad.values())
+
+
+def test_nested_tensors_that_make_no_sense() -> None:
+    dense = torch.zeros(2, 4, 5, 16)
+    rows = [torch.zeros(n, 4, 16) for n in (5, 3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about the other layout
+        strided = torch.nested.nested_tensor(rows)
+    attention, supported = sandbox.attention, "nested tensors are supported as q, k and v of attention, with"
+    wide = torch.nested.nested_tensor([x[None] for x in rows], layout=torch.jagged)
+    for call, said in (
+        (lambda: attention(strided, strided, strided), "q is a nested tensor with layout torch.strided: make it with"),
+        (lambda: attention(jagged, strided, jagged), "k is a nested tensor with layout torch.strided"),
+        (lambda: attention(wide, wide, wide), "q is a nested tensor of 5 dimensions"),
+        (lambda: attention(jagged, jagged, dense), "v is not a nested tensor, and q is"),
+        (lambda: attention(dense, jagged, jagged), supported),
+        (lambda: sandbox.attention_forward(jagged, jagged, jagged), supported),
+        (lambda: sandbox.attention_forward(strided, strided, strided), supported),
+        (lambda: sandbox.attention_backward(*[jagged] * 6), supported),
+    ):
+        with pytest.raises(UnsupportedProblem, match=re.escape(said)):
+            call()
+
+
+def test_the_shape_of_a_mask() -> None:
+    """In a message: its sizes are max_seqlen_*, where they were passed."""
+    q = np.zeros((16, 4, 32), np.float32)
+    offsets, mask = np.array([0, 10, 16], np.int32), np.ones((2, 4, 10, 10), bool)
+    for longest, said in (
+        ({}, "max_seqlen_k) = (2, 4, 16, 16); max_seqlen_q and max_seqlen_k are by default the rows of q and k"),
+        ({"max_seqlen_q": 10}, "max_seqlen_k) = (2, 4, 10, 16); max_seqlen_k is by default the rows of k"),
+        ({"max_seqlen_q": 9, "max_seqlen_k": 9}, "max_seqlen_k) = (2, 4, 9, 9)"),
+    ):
+        message = f"mask has shape (2, 4, 10, 10): it must broadcast to (B, H, max_seqlen_q, {said}"
+        with pytest.raises(UnsupportedProblem, match=f"^{re.escape(message)}$"):
+            sandbox.attention_varlen(q, q, q, offsets, mask=mask, **longest)
+    pages, table = np.zeros((4, 16, 4, 32), np.float32), np.zeros((2, 1), np.int32)
+    message = "(B, H, max_seqlen_q, Sk) = (2, 4, 16, 16); max_seqlen_q is by default the rows of q"
+    with pytest.raises(UnsupportedProblem, match=f"{re.escape(message)}$"):
+        sandbox.attention_paged(q, pages, pages, table, offsets[1:], cu_seqlens_q=offsets, mask=mask)
 
 
 @pytest.mark.parametrize(
