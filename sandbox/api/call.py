@@ -25,6 +25,7 @@ from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, lib
 from .dispatch import ALIGNED, MAX_PLANS, NO_KEY
 from .options import check_dimensions, check_int32, tile_in_key
 from .plan import launch_device, one_library
+from .validate import check_append
 
 _Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
 
@@ -112,6 +113,7 @@ def append_kv(
     if not dense:
         check_int32("block_table", block_table)
         k_pages, v_pages = (x.swapaxes(1, 2) for x in (k_pages, v_pages))
+    check_append(k_new, k_pages, block_table, key_lengths, cu_seqlens)
     table, offsets = empty.reshape(0, 0) if dense else block_table, cu_seqlens if packed else empty
     call(_append_kernel(k_new, k_pages), k_new, v_new, table, key_lengths, offsets, k_pages, v_pages)
 

@@ -17,6 +17,7 @@ from ..core.problem import Problem
 from ..core.score import BLOCK_MAP
 from ..launch.array_view import DTYPE_NAMES, boxes
 from ..launch.dlpack import HOST, ArrayView, Device, dense_strides, layout
+from ..launch.dlpack import view as view_of
 from ..launch.host import host_array
 from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPTIONS, Options
 
@@ -290,9 +291,41 @@ def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
     for b, length in enumerate(host_array(arrays["key_lengths"])):
         if length > p.Sk:
             raise LaunchError(f"key_lengths[{b}] is {length}: block_table has pages for {p.Sk} keys")
-        used = table[b, : cdiv(max(int(length), 0), p.page_size)]
-        for i in np.flatnonzero((used < 0) | (used >= p.pages))[:1]:
-            raise LaunchError(f"block_table[{b}, {i}] is {used[i]}, a page that does not exist: k_pages has {p.pages}")
+        _check_pages(table, b, 0, cdiv(max(int(length), 0), p.page_size), p.pages)
+
+
+def check_append(k_new: Any, k_pages: Any, block_table: Any, key_lengths: Any, cu_seqlens: Any) -> None:
+    """`check_contents` for `append_kv`: new rows (B, Hk, n, D), or (1, Hk, total, D) with cu_seqlens, and pages (pages,
+    Hk, page_size, D), or caches without a block_table. Shapes that do not fit are left to the kernel's spec."""
+    given = [x for x in (block_table, key_lengths, cu_seqlens) if x is not None]
+    if any(view_of(x).device != HOST for x in given):
+        return
+    B, (pages, _, page_size, _), most = key_lengths.shape[0], k_pages.shape, 1
+    lengths, counts = host_array(key_lengths), np.full(k_new.shape[0], k_new.shape[2])
+    if cu_seqlens is not None:
+        if tuple(cu_seqlens.shape) != (B + 1,):
+            return
+        _check_offsets("cu_seqlens", "k_new", host_array(cu_seqlens), k_new.shape[2])
+        counts = np.diff(host_array(cu_seqlens))
+    if block_table is not None:
+        table, most = host_array(block_table), block_table.shape[-1]
+    if len(counts) != B or (block_table is not None and tuple(block_table.shape) != (B, most)):
+        return
+    room = f"{'k_pages has room' if block_table is None else 'block_table has pages'} for {most * page_size} keys"
+    for b, (length, rows) in enumerate(zip(np.maximum(lengths, 0).tolist(), counts.tolist(), strict=True)):
+        if rows and length + rows > most * page_size:
+            added = f"{rows} new row{'s make' if rows > 1 else ' makes'} {length + rows}"
+            raise LaunchError(f"key_lengths[{b}] is {length}, and {added}: {room}")
+        if rows and block_table is not None:
+            _check_pages(table, b, length // page_size, cdiv(length + rows, page_size), pages)
+
+
+def _check_pages(table: NDArray[Any], b: int, first: int, end: int, pages: int) -> None:
+    used = table[b, first:end]
+    for i in np.flatnonzero((used < 0) | (used >= pages))[:1]:
+        raise LaunchError(
+            f"block_table[{b}, {first + i}] is {used[i]}, a page that does not exist: k_pages has {pages}"
+        )
 
 
 def _check_offsets(name: str, tensor: str, offsets: NDArray[Any], rows: int) -> None:

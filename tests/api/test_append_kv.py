@@ -97,11 +97,22 @@ def test_a_step_of_a_server() -> None:
         (
             {"block_table": np.full((B, MOST), PAGES, np.int32)},
             LaunchError,
-            "block_table has a page that does not exist",
+            r"block_table\[0, 0\] is 14, a page that does not exist: k_pages has 14$",
         ),
-        ({"key_lengths": np.array([24, 0, 0], np.int32)}, LaunchError, "more keys than block_table"),
-        ({"cu_seqlens": np.array([0, 9, 3, 13], np.int32)}, LaunchError, "cu_seqlens decreases"),
-        ({"cu_seqlens": np.array([0, 9, 9, 15], np.int32)}, LaunchError, "ends beyond the last row of k_new"),
+        (
+            {"block_table": np.repeat([[0, 1, -3, 2]], B, 0).astype(np.int32), "key_lengths": np.int32([0, 16, 20])},
+            LaunchError,
+            r"block_table\[2, 2\] is -3, a page that does not exist: k_pages has 14$",
+        ),
+        (
+            {"key_lengths": np.array([24, 0, 0], np.int32)},
+            LaunchError,
+            r"key_lengths\[0\] is 24, and 9 new rows make 33: block_table has pages for 32 keys$",
+        ),
+        ({"cu_seqlens": np.array([0, 9, 3, 13], np.int32)}, LaunchError, r"cu_seqlens decreases from 9 to 3 at cu_s"),
+        ({"cu_seqlens": np.array([0, 9, 9, 15], np.int32)}, LaunchError, r"cu_seqlens\[3\] is 15, beyond the last"),
+        ({"cu_seqlens": OFFSETS[:, None].copy()}, UnsupportedProblem, r"cu_seqlens has shape \(4, 1\)"),
+        ({"block_table": np.zeros(B * MOST, np.int32)}, UnsupportedProblem, r"block_table has shape \(12,\)"),
         ({"cu_seqlens": OFFSETS[:3].copy()}, UnsupportedProblem, "cu_seqlens has 3 elements: it must have B"),
         ({"cu_seqlens": None}, UnsupportedProblem, r"k_new has shape \(14, 2, 40\): it must be \(B, Hk, n, D\)"),
         ({"block_table": np.zeros((2, 4), np.int32)}, UnsupportedProblem, "block_table has 2 rows: it must have B=3"),
@@ -175,6 +186,32 @@ def test_arrays_of_two_libraries(dense: bool) -> None:
         said = "PyTorch array and v_new a NumPy" if name == "k_new" else f"NumPy array and {name} a PyTorch"
         with pytest.raises(UnsupportedProblem, match=f"^k_new is a {said} array: pass arrays of one library"):
             sandbox.append_kv(**given | {name: torch.from_numpy(np.ascontiguousarray(given[name]))})
+
+
+def test_a_full_cache() -> None:
+    """A message with values; an empty sequence may be full, and nothing is written."""
+    caches, new = (drawn(B, Hk, 30, D), drawn(B, Hk, 30, Dv)), (drawn(1, Hk, D), drawn(1, Hk, Dv))
+    before, offsets = [x.copy() for x in caches], np.array([0, 0, 0, 1], np.int32)
+    with pytest.raises(LaunchError, match=r"key_lengths\[2\] is 30, and 1 new row makes 31: k_pages has room for 30"):
+        sandbox.append_kv(*new, *caches, None, np.array([30, 0, 30], np.int32), cu_seqlens=offsets)
+    assert all(np.array_equal(x, y) for x, y in zip(caches, before, strict=True))
+    sandbox.append_kv(*new, *caches, None, np.array([30, -4, 29], np.int32), cu_seqlens=offsets)
+    assert np.array_equal(caches[0][2, :, 29], new[0][0])
+
+
+def test_the_kernel_checks_the_same() -> None:
+    """As `SANDBOX_CHECKED=1` does on a GPU, whose host does not read the values."""
+    k_pages, v_pages, table = pages()
+    paged = [x.swapaxes(1, 2) for x in (k_pages, v_pages)]
+    rows = [x.swapaxes(0, 1)[None] for x in (drawn(14, Hk, D), drawn(14, Hk, Dv))]
+    for changed, said in (
+        ((table + PAGES, LENGTHS, OFFSETS), "block_table has a page that does not exist"),
+        ((table, LENGTHS + 24, OFFSETS), "more keys than block_table, or the cache, has room for"),
+        ((table, LENGTHS, np.array([0, 9, 3, 13], np.int32)), "cu_seqlens decreases"),
+        ((table, LENGTHS, np.array([0, 9, 9, 15], np.int32)), "ends beyond the last row of k_new"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            sandbox.call("append_kv", *rows, *changed, *paged)
 
 
 @pytest.mark.parametrize("which", ["k_pages", "v_pages"])
