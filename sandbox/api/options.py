@@ -219,18 +219,20 @@ def check_keywords(function: str, keywords: Mapping[str, Any], known: frozenset[
 
 def _unknown_keyword(function: str, name: str, known: frozenset[str]) -> str:
     import difflib  # 2 ms
-    import inspect
 
-    from . import attention  # which imports this module
-
-    parameters = inspect.signature(getattr(attention, function)).parameters.values()
-    known |= {p.name for p in parameters if p.default is not p.empty}  # its own, such as return_lse
+    known |= _OWN_KEYWORDS.get(function, frozenset())
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
     if name in _COUNTERPARTS:
         hint = f"use {_COUNTERPARTS[name]}"
     return f"{function}() got an unexpected keyword argument {name!r}: {hint}"
 
+
+_OWN_KEYWORDS = {  # parameters of a public function that are no options
+    "attention": frozenset(("return_lse",)), "attention_backward": frozenset(("deterministic",)),
+    "attention_varlen": frozenset(("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_lse")),
+    "attention_paged": frozenset(("cu_seqlens_q", "max_seqlen_q", "return_lse")),
+}  # fmt: skip
 
 _COUNTERPARTS = {  # of the keyword arguments of FlashAttention and PyTorch
     "softmax_scale": "scale", "sm_scale": "scale", "is_causal": "causal", "attn_mask": "mask, or bias if it is added",
