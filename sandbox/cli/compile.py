@@ -134,6 +134,7 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
     try:
         if reason := kernel.why_unsupported(problem, arch) or choose.why_tile_unsupported(kernel, problem, tile, arch):
             raise UnsupportedProblem(reason)
+        where = (problem, tile, target := pipeline.target_of(kernel, target))
         compiled = pipeline.compile_problem(kernel, problem, tile, target)
     except UnsupportedProblem as refusal:
         yield Cost(kernel.name, *where, ok=None, message=str(refusal))

@@ -65,11 +65,11 @@ def translate(
     kernel: Kernel, language: str, problem: Problem, arch: str | None = None, tile: Tile | None = None,
     label: str = "", entry: str = "",
 ) -> Code:  # fmt: skip
-    """Compile `kernel` and disassemble one of its entry points. Defaults: the first entry point, and `default_target`.
+    """Compile `kernel` and disassemble one of its entry points. Defaults: the first entry point, and `target_of`.
 
     Raises what `sandbox.compile` raises; ToolchainMissing without nvdisasm.
     """
-    target = arch or pipeline.default_target(kernel)
+    target = pipeline.target_of(kernel, arch)
     chosen = choose_tile(kernel, problem, architectures.parse(target), tile)
     name = entry or kernel.name
     compiled = pipeline.compile_entry(kernel, name, problem, chosen, target)

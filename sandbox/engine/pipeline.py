@@ -312,9 +312,13 @@ def arch_name(kernel: Kernel, arch: Arch) -> str:
     return f"{architectures.name_of(arch)}{kernel.arch_suffix}"
 
 
-def default_target(kernel: Kernel) -> str:
-    """The default compile target of `kernel`: that of this machine's GPU, or sm_90a without a GPU."""
-    return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+def target_of(kernel: Kernel, arch: str | None = None) -> str:
+    """The compile target of `kernel` for `arch`, such as "sm_90", to which the kernel's suffix is added if it has none.
+    None: this machine's GPU, or sm_90a without a GPU. Raises UnsupportedProblem for an unknown architecture."""
+    if arch is None:
+        return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
+    found = architectures.parse(arch)
+    return arch_name(kernel, found) if arch == architectures.name_of(found) else arch
 
 
 def compile(
@@ -330,7 +334,7 @@ def compile(
     kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension; causal: the mask;
     both only for attention. A custom operation (sandbox.spec.Operation) is compiled with every dimension 1024. dtype:
     of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2"). arch:
-    such as "sm_90a"; default: that of the GPU, or sm_90a without a GPU.
+    such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without a GPU.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
@@ -340,7 +344,7 @@ def compile(
         problem: Problem = own
     else:
         problem = owner.adapted(Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal)))
-    target = arch or default_target(owner)
+    target = target_of(owner, arch)
     chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
     return compile_entry(owner, kernel if isinstance(kernel, str) else kernel.name, problem, chosen, target)
 

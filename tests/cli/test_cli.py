@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 from project import INTERRUPTIBLE, STORED_OPTIONS, check_stored, digest, in_project, new_kernel, printed
 from rich.console import Console
 
+import sandbox
 from sandbox.cli import cli, output
 from sandbox.core import registry
 from sandbox.core.errors import CompileError
@@ -219,6 +220,17 @@ def test_compile() -> None:
     assert sum("48 KiB" in line for line in shown.stdout.splitlines()) == 2
 
 
+def test_an_architecture_without_the_suffix_that_a_kernel_needs() -> None:
+    """`sm_90` is compiled as sm_90a, the only target with wgmma; other kernels and named suffixes stay."""
+    options = ("--shape", "1,1,64,64", "--arch", "sm_90", "--tile")
+    (hopper,) = parsed("compile", "bwd_wgmma_head", *options, "BLOCK_M=128,BLOCK_N=128,STAGES=2")
+    (plain,) = parsed("compile", "fwd_minimal", *options, "BLOCK_M=64,BLOCK_N=32")
+    assert [(row["arch"], row["ok"]) for row in (hopper, plain)] == [("sm_90a", True), ("sm_90", True)]
+    assert parsed("ptx", "bwd_wgmma_head", *options[:-1])["arch"] == "sm_90a"
+    assert sandbox.compile("bwd_wgmma_head", D=64, arch="sm_90").arch == "sm_90a"
+    assert pipeline.target_of(registry.get("fwd_mma"), "sm_90a") == "sm_90a"
+
+
 @pytest.mark.parametrize("command", ["compile", "ptx"])
 def test_score_options_are_compiled_in(command: str, tmp_path: Path) -> None:
     """The code shown is that of the given problem, with its score."""
@@ -318,7 +330,7 @@ def test_sass_shows_what_watch_compiles() -> None:
     kernel, device = registry.get("fwd_mma"), check.pick_device(None)
     problem = quick_cases(kernel, device)[0].problem
     shown = parsed("ptx", "fwd_mma")
-    assert (shown["problem"], shown["arch"]) == (problem.as_json(), pipeline.default_target(kernel))
+    assert (shown["problem"], shown["arch"]) == (problem.as_json(), pipeline.target_of(kernel))
     assert shown["tile"] == dict(choose_tile(kernel, problem, pipeline.arch_of(device)))
     assert parsed("ptx", "fwd_mma", "--causal")["problem"] == {**problem.as_json(), "causal": "bottom-right"}
 
