@@ -23,7 +23,7 @@ def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
-    return unsupported_by_cp_async(p, "bwd_block2d")
+    return unsupported_by_cp_async(p)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -38,20 +38,18 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Requirements of wgmma (Hopper), of tensor maps (alignment, positive strides), and of shared memory."""
-    if reason := unsupported_by_wgmma(p, arch, "bwd_block2d"):
+    if reason := unsupported_by_wgmma(p, arch):
         return reason
     if p.bias and not p.bias_tiles:
-        return (
-            f"bias={p.bias} is not supported: TMA cannot copy it (broadcast, unaligned, float32 or ragged); use bwd_mma"
-        )
+        return f"bias={p.bias} is not supported: TMA cannot copy one that is broadcast, unaligned, float32 or ragged"
     if p.bias and p.D > 128:
-        return f"a bias with D={p.D} is not supported: it exceeds shared memory; use D <= 128 or bwd_mma"
+        return f"a bias with D={p.D} is not supported: it exceeds shared memory beyond D=128"
     if p.Dv > p.D:
-        return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D; use bwd_mma"
+        return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D"
     if p.has_block_map and p.group * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
         return (
             f"a block map of {p.group} query heads per key/value head with Sq={p.Sq} is not supported: at most "
-            f"{MAP_WORDS * 2048} query rows per key/value head; use bwd_block2d"
+            f"{MAP_WORDS * 2048} query rows per key/value head"
         )
     return None
 
@@ -189,7 +187,7 @@ nondeterministic = Kernel(
 def supports_split_group(p: Problem, arch: Arch | None) -> str | None:
     """No block map: with it, the load warps spill."""
     if p.has_block_map:
-        return "mask= or a Score with a mask is not supported: registers would spill; use bwd_wgmma"
+        return "mask= or a Score with a mask is not supported: registers would spill"
     return supports(p, arch)
 
 
@@ -263,9 +261,7 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
     """Also requires a mask of ranges, from which the kernel computes the order of additions to a dQ tile."""
     if p.has_block_map:
-        return (
-            "mask= or a Score with a mask is not supported: additions to dQ are ordered by key ranges; use bwd_block2d"
-        )
+        return "mask= or a Score with a mask is not supported: additions to dQ are ordered by key ranges"
     return supports(p, arch)
 
 

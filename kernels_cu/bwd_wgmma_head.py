@@ -15,10 +15,10 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """Plain problems with narrow heads: `bwd_wgmma` is as fast or faster for all others."""
     if not p.plain or p.ragged:
         given = ", ".join(sorted(p.options)) or f"Dv={p.Dv} with D={p.D}"
-        return f"{given} is not supported: the only options are causal and scale, and Dv must be D (use bwd_wgmma)"
+        return f"{given} is not supported: the only options are causal and scale, and Dv must be D"
     if p.group * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
-        return f"{p} is not supported: the loop counters overflow with so many query or key tiles; use bwd_wgmma"
-    return unsupported_by_wgmma(p, arch, "bwd_block2d")
+        return f"{p} is not supported: the loop counters overflow with so many query or key tiles"
+    return unsupported_by_wgmma(p, arch)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

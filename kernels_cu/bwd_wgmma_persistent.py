@@ -12,10 +12,10 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Masks that are ranges."""
     if others := p.options - {"window", "key_lengths", "sink"}:
-        return f"{', '.join(sorted(others))} is not supported: only window, key_lengths and sink are; use bwd_wgmma"
+        return f"{', '.join(sorted(others))} is not supported: only window, key_lengths and sink are"
     if p.Dv > p.D:
-        return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D; use bwd_mma"
-    return unsupported_by_wgmma(p, arch, "bwd_block2d")
+        return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D"
+    return unsupported_by_wgmma(p, arch)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -119,10 +119,10 @@ def first_for(p: Problem) -> bool:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent; rows have 31-bit indices."""
-    if reason := unsupported_by_cp_async(p, "fwd_block2d"):
+    if reason := unsupported_by_cp_async(p):
         return reason
     if queries(p) * p.group >= 2**31:
-        return f"Sq * H / Hk = {queries(p) * p.group} is not supported: the limit is 2^31 - 1 packed rows (use fwd_mma)"
+        return f"Sq * H / Hk = {queries(p) * p.group} is not supported: the limit is 2^31 - 1 packed rows"
     return None
 
 

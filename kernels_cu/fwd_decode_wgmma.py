@@ -30,11 +30,9 @@ def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """The requirements of tensor maps and wgmma."""
-    if p.ragged:
-        return "ragged batches are not supported: use fwd_decode"
     if p.Sq * p.group >= 2**31:
-        return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows (use fwd_mma)"
-    return unsupported_by_wgmma(p, arch, "fwd_block2d")
+        return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows"
+    return unsupported_by_wgmma(p, arch)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

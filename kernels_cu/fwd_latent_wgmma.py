@@ -75,7 +75,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return f"{found} not supported with latent attention: only causal, window, sink, key_lengths and pages are"
     if p.Sq * p.group >= 2**31:
         return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows"
-    return unsupported_by_wgmma(p, arch, "copies of the first columns of k as v")
+    return unsupported_by_wgmma(p, arch)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

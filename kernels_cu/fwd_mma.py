@@ -12,7 +12,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """cp.async copies 16 bytes of a row at a time; the scale is part of the exponent."""
-    return unsupported_by_cp_async(p, "fwd_block2d")
+    return unsupported_by_cp_async(p)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

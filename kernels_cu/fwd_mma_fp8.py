@@ -15,9 +15,9 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if arch is not None and costly and max(p.D, p.Dv) > 128:
         return (
             f"D={p.D}, Dv={p.Dv} with {', '.join(costly)} is not supported: the limit is 128, or 192 without options "
-            "other than window, sink, descale and ragged batches, because of registers (use fwd_block2d)"
+            "other than window, sink, descale and ragged batches, because of registers"
         )
-    return unsupported_by_cp_async(p, "fwd_block2d")
+    return unsupported_by_cp_async(p)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

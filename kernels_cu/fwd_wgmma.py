@@ -27,7 +27,7 @@ def input_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported: requirements of wgmma, of tensor maps, and of the scale as a factor in exp2."""
-    return unsupported_by_wgmma(p, arch, "fwd_block2d")
+    return unsupported_by_wgmma(p, arch)
 
 
 def most_keys(p: Problem) -> int:

@@ -14,7 +14,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """The requirements of wgmma, of tensor maps (alignment, strides), and of a scale that is part of the exponent."""
-    return unsupported_by_wgmma(p, arch, "fwd_block2d")
+    return unsupported_by_wgmma(p, arch)
 
 
 def most_keys(p: Problem) -> int:

@@ -11,8 +11,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported, or None: no options but masks by position, and D = Dv of 64 or 128."""
     if not p.plain or p.D not in (64, 128):
-        return f"{p} is not supported: the kernel is for D = Dv = 64 or 128 without options; use fwd_wgmma"
-    return unsupported_by_wgmma(p, arch, "fwd_block2d")
+        return f"{p} is not supported: the kernel is for D = Dv = 64 or 128 without options"
+    return unsupported_by_wgmma(p, arch)
 
 
 kernel = Kernel(

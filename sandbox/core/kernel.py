@@ -233,39 +233,29 @@ class Kernel(Entry):
         raise UnknownKernel(f"{self.name} has no entry point {name}: it has {', '.join(e.name for e in self.entries)}")
 
     def why_unsupported(self, problem: Problem, arch: Arch | None = None) -> str | None:
-        """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can."""
+        """Why this kernel cannot take `problem` on `arch` (None: the CPU backend), as a sentence; None if it can. A
+        sentence may end with a remedy in parentheses, to which `choose.why_unsupported` adds another kernel."""
         if getattr(problem, "operation", "") != (self.operation.name if self.custom else ""):
             return f"{self.name}: it computes {self.operation.name}: {problem} is a problem of another operation"
         if problem.dtype not in self.dtypes:
-            return f"{self.name}: dtype {problem.dtype} is not supported: use {' or '.join(self.dtypes)}"
+            return f"{self.name}: dtype {problem.dtype} is not supported (convert to {' or '.join(self.dtypes)})"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             later = "and no other" if self.arch_suffix == "a" else "or later"
-            use = (
-                f" (use {self._relative('mma_fp8' if problem.float8 else 'mma')})"
-                if self._has_mma(problem, arch)
-                else ""
-            )
-            return f"{self.name}: compute capability {have} is not supported: it needs {need} {later}{use}"
+            return f"{self.name}: compute capability {have} is not supported: it needs {need} {later}"
+        forward_only = "forward only" if self.computes == "backward" else "not supported"
         if problem.kv_dtype and not self.float8_keys:
-            return (
-                f"{self.name}: {problem.kv_dtype} keys with {problem.dtype} queries are not supported: use fwd_mma or "
-                "fwd_decode, or convert k and v"
-            )
+            keys = f"{problem.kv_dtype} keys with {problem.dtype} queries"
+            return f"{self.name}: {keys} are {forward_only} (convert k and v to {problem.dtype})"
         if problem.float8_keys and arch is not None and arch < FLOAT8_ARCH:
             return (
                 f"{self.name}: {problem.dtype_of('K')} is not supported on compute capability {arch[0]}.{arch[1]}: it "
                 "needs 8.9 or later; convert q, k and v to bfloat16 and multiply them by their descale"
             )
         if problem.ragged and not self.ragged:
-            other = f", or use {self._relative('mma_fp8' if problem.float8 else 'mma')}" if self._replaceable else ""
-            if other and self.computes == "backward" and self.deterministic:
-                other += f" ({self._relative('block2d')} is deterministic)"
-            return f"{self.name}: ragged batches are not supported: call it once per sequence{other}"
+            return f"{self.name}: ragged batches are not supported (call it once per sequence)"
         if problem.page_size and not self.paged:
-            use = "forward only" if self.computes == "backward" else "not supported"
-            other = "" if self.computes == "backward" else "use fwd_wgmma, fwd_mma or fwd_decode, or "
-            return f"{self.name}: paged keys are {use}: {other}gather the pages into k and v (B, Hk, Sk, D)"
+            return f"{self.name}: paged keys are {forward_only} (gather the pages into contiguous k and v)"
         if problem.invariant and self.invariant_tile is None and self.computes in ("forward", "backward"):
             return f"{self.name}: invariant=True is not supported: the bits of a row depend on the rest of the problem"
         if self.latent and not problem.latent:
@@ -277,33 +267,12 @@ class Kernel(Entry):
             most = (name == "Dv" and self.max_Dv) or self.max_D
             if most < width:
                 dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
-                return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{self._wider(width)}"
+                latent = self.computes == "forward" and width > 256 and not self.latent and not problem.latent
+                hint = " (latent attention with v=k[..., :Dv]: 576)" if latent else ""
+                return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{hint}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"
         return None
-
-    def _relative(self, family: str) -> str:
-        """The kernel of another family that computes the same."""
-        return f"{'bwd' if self.computes == 'backward' else 'fwd'}_{family}"
-
-    @property
-    def _replaceable(self) -> bool:
-        """Whether kernels for general attention compute the same."""
-        return self.computes in ("forward", "backward") and not self.latent
-
-    def _has_mma(self, problem: Problem, arch: Arch) -> bool:
-        """Whether a kernel with mma.sync computes the same on `arch`."""
-        if self.computes not in ("forward", "backward") or self.latent or problem.itemsize > 2:
-            return False
-        return arch >= (FLOAT8_ARCH if problem.float8 else (8, 0)) and self.min_arch > (8, 9)
-
-    def _wider(self, width: int) -> str:
-        """The alternative for a head dimension that this kernel of attention does not support."""
-        if self.custom or self.latent:
-            return ""
-        if width <= 256:
-            return f" (use {self._relative('block2d')})"
-        return " (latent attention with v=k[..., :Dv]: 576)" if self.computes == "forward" else ""
 
     def adapted(self, problem: Problem) -> Problem:
         """`problem` for this kernel: with v as a view of k if the kernel supports latent attention only."""

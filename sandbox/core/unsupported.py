@@ -7,44 +7,43 @@ from .normalise import cdiv
 from .problem import Problem
 
 
-def unsupported_by_cp_async(p: Problem, otherwise: str) -> str | None:
-    """Of kernels that copy rows 16 bytes at a time and fold the scale into the exponent. `otherwise`: a kernel that
-    supports any width and scale."""
+def unsupported_by_cp_async(p: Problem) -> str | None:
+    """Of kernels that copy rows 16 bytes at a time and fold the scale into the exponent."""
     multiple = 16 // p.key_itemsize
     for name, width in (("D", p.D), ("Dv", p.Dv)):
         if width % multiple:
             return (
                 f"{name}={width} is not a multiple of {multiple}: cp.async and TMA copy 16 bytes at a time (pad {name} "
-                f"with zeros to {cdiv(width, multiple) * multiple}, or use {otherwise})"
+                f"with zeros to {cdiv(width, multiple) * multiple})"
             )
     if p.alignment < 16:
         return (
             f"rows aligned to {p.alignment} bytes are not supported: the kernel copies 16 bytes at a time "
-            f"(pass contiguous copies of q, k and v, or use {otherwise})"
+            "(pass contiguous copies of q, k and v)"
         )
     if not 1e-20 < p.scale < 1e6:
-        return f"scale={p.scale} is not supported: use one between 1e-20 and 1e6, or {otherwise}"
+        return f"scale={p.scale} is not supported: it must be between 1e-20 and 1e6"
     return None
 
 
-def unsupported_by_wgmma(p: Problem, arch: Arch | None, otherwise: str) -> str | None:
+def unsupported_by_wgmma(p: Problem, arch: Arch | None) -> str | None:
     """Of kernels with Hopper's warpgroup MMA, whose tensor maps also restrict strides."""
     if arch is not None and arch[0] != 9:
-        return f"compute capability {arch[0]}.{arch[1]} is not supported: wgmma exists on 9.0 only (use {otherwise})"
-    if reason := unsupported_by_cp_async(p, otherwise):
+        return f"compute capability {arch[0]}.{arch[1]} is not supported: wgmma exists on 9.0 only"
+    if reason := unsupported_by_cp_async(p):
         return reason
     if not p.mappable:
         return (
             "strides that are negative, or 0 in S, or gaps between pages are not supported by TMA (pass contiguous "
-            f"copies, or use {otherwise})"
+            "copies)"
         )
     if p.ragged and max(p.rows) > 2**30:
-        return f"ragged={p.ragged} is not supported: q and k may have at most 2^30 rows each; split the batch"
+        return f"ragged={p.ragged} is not supported: q and k may have at most 2^30 rows each (split the batch)"
     if p.page_size % 8:
-        return f"page_size={p.page_size} is not supported: TMA needs pages of a multiple of 8 keys (use fwd_mma)"
+        return f"page_size={p.page_size} is not supported: TMA needs pages of a multiple of 8 keys"
     if p.pages * p.page_size > 2**30:
-        return f"pages={p.pages} of {p.page_size} keys are not supported: the limit is 2^30 keys in all (use fwd_mma)"
+        return f"pages={p.pages} of {p.page_size} keys are not supported: the limit is 2^30 keys in all"
     if p.batches * p.H * p.query_tiles(64) >= 2**31:
         tiles = p.batches * p.H * p.query_tiles(64)
-        return f"{p} is not supported: it has {tiles} tiles of 64 rows, the limit is 2^31 - 1; split the batch"
+        return f"{p} is not supported: it has {tiles} tiles of 64 rows, the limit is 2^31 - 1 (split the batch)"
     return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..core import log, registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import Arch, Entry, Kernel
+from ..core.operation import OperationProblem
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..launch.arguments import OPTIONAL_OUTPUTS
@@ -47,6 +48,30 @@ def why_grid_unsupported(kernel: Kernel, entry: Entry, problem: Problem, tile: T
     return None
 
 
+def why_unsupported(kernel: Kernel, problem: Problem, arch: Arch | None) -> str | None:
+    """`Kernel.why_unsupported`, and the kernel that `attention` would choose for the problem."""
+    reason = kernel.why_unsupported(problem, arch)
+    other = _alternative(kernel, problem, arch) if reason else ""
+    if not reason or not other:
+        return reason
+    return f"{reason[:-1]}, or use {other})" if reason.endswith(")") else f"{reason} (use {other})"
+
+
+def _alternative(kernel: Kernel, problem: Problem, arch: Arch | None) -> str:
+    """The kernel that is chosen for the problem; in addition a deterministic one if only `kernel` is; "" if no kernel
+    supports it."""
+    if kernel.computes not in ("forward", "backward") or isinstance(problem, OperationProblem):
+        return ""
+    try:
+        chosen, _ = _choice(problem, kernel.computes, arch, deterministic=False)
+        if chosen.deterministic or not kernel.deterministic:
+            return chosen.name
+        repeatable, _ = _choice(problem, kernel.computes, arch, deterministic=True)
+    except UnsupportedProblem:
+        return ""
+    return f"{chosen.name}; {repeatable.name} is deterministic"
+
+
 def choose_tile(
     kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = "",
     multiprocessors: int = 0,
@@ -57,7 +82,7 @@ def choose_tile(
 
     Raises UnsupportedProblem with the reason of the kernel or of the tile.
     """
-    if reason := kernel.why_unsupported(problem, arch):
+    if reason := why_unsupported(kernel, problem, arch):
         raise UnsupportedProblem(reason)
     found = tuned.winner(kernel, problem, gpu) if gpu and tile is None else None
     decisive = deciding(problem, kernel.computes) if kernel.computes == "backward" else problem
@@ -139,6 +164,9 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
         if deterministic and not kernel.deterministic:
             yield Candidate(kernel, None, f"{kernel.name}: not deterministic")
             continue
+        if refused := kernel.why_unsupported(problem, arch):
+            yield Candidate(kernel, None, refused)
+            continue
         try:
             tile = choose_tile(kernel, problem, arch)
         except UnsupportedProblem as reason:
@@ -162,27 +190,31 @@ def choose_kernel(problem: Problem, computes: str, arch: Arch | None, determinis
 
     Raises UnsupportedProblem with every kernel's reason.
     """
-    decisive = deciding(problem, computes)
-    if decisive is problem:
-        return _first_candidate(problem, computes, arch, deterministic)
-    kernel = _first_candidate(decisive, computes, arch, deterministic=True)
-    if reason := kernel.why_unsupported(problem, arch):
-        raise UnsupportedProblem(f"{reason} (invariant=True: layouts and lengths must not choose another kernel)")
+    kernel, said = _choice(problem, computes, arch, deterministic)
+    log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, kernel.name, said)
     return kernel
 
 
-def _first_candidate(problem: Problem, computes: str, arch: Arch | None, deterministic: bool) -> Kernel:
+def _choice(problem: Problem, computes: str, arch: Arch | None, deterministic: bool) -> tuple[Kernel, str]:
+    """`choose_kernel`, and what the log says about the kernel and about the others."""
+    decisive = deciding(problem, computes)
+    if decisive is problem:
+        return _first_candidate(problem, computes, arch, deterministic)
+    kernel, said = _first_candidate(decisive, computes, arch, deterministic=True)
+    if reason := kernel.why_unsupported(problem, arch):
+        raise UnsupportedProblem(f"{reason} (invariant=True: layouts and lengths must not choose another kernel)")
+    return kernel, said
+
+
+def _first_candidate(problem: Problem, computes: str, arch: Arch | None, deterministic: bool) -> tuple[Kernel, str]:
     reasons: list[str] = []
     spilling: list[Kernel] = []
     for candidate in candidates(problem, computes, arch, deterministic):
         if candidate.tile is not None and not candidate.reason:
-            because = "".join(f"\n  not {reason}" for reason in reasons)
-            log.logger.log(log.CHOICES, "%s of %s: kernel %s%s", computes, problem, candidate.kernel.name, because)
-            return candidate.kernel
+            return candidate.kernel, "".join(f"\n  not {reason}" for reason in reasons)
         reasons.append(candidate.reason)
         spilling += [candidate.kernel] * candidate.spills
     if spilling:
-        log.logger.log(log.CHOICES, "%s of %s: kernel %s, which spills", computes, problem, spilling[0].name)
-        return spilling[0]
+        return spilling[0], ", which spills"
     listed = "\n  ".join(reasons)
     raise UnsupportedProblem(f"no {computes} kernel supports {problem}:\n  {listed}")

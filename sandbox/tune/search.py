@@ -134,7 +134,7 @@ class Search:
     def legal(self) -> list[Tile]:
         """Tiles of the space, and the spec's own tiles, that the kernel supports for this problem."""
         arch = architectures.parse(self.executor.arch)
-        if reason := self.kernel.why_unsupported(self.problem, arch):
+        if reason := choose.why_unsupported(self.kernel, self.problem, arch):
             raise UnsupportedProblem(reason)
         names = list(self.kernel.tiles[0])
         if unknown := [name for name in self.fixed if name not in names]:

@@ -75,6 +75,46 @@ def test_narrow_values_use_a_tile_with_more_keys(D: int, Dv: int, keys: int) -> 
     assert (128, keys) == (chosen.BLOCK_M, chosen.BLOCK_N)
 
 
+P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "options", "ending"),
+    [
+        ("fwd_wgmma", (10, 0), {}, "wgmma exists on 9.0 only (use fwd_mma)"),
+        ("bwd_wgmma", (10, 0), {}, "wgmma exists on 9.0 only (use bwd_mma)"),
+        ("fwd_wgmma_fp8", (8, 9), {"dtype": "float8_e4m3"}, "it needs 9.0 and no other (use fwd_mma_fp8)"),
+        ("fwd_wgmma", (7, 5), {}, "it needs 9.0 and no other (use fwd_block2d)"),
+        ("bwd_wgmma_persistent", HOPPER, {}, "head dimensions are at most 64 (use bwd_wgmma)"),
+        ("fwd_wgmma", HOPPER, {"mappable": False}, "by TMA (pass contiguous copies, or use fwd_mma)"),
+        ("fwd_mma", HOPPER, {"D": 60, "Dv": 60}, "(pad D with zeros to 64, or use fwd_block2d)"),
+        ("fwd_decode_wgmma", HOPPER, {"page_size": 16}, "into contiguous k and v, or use fwd_wgmma)"),
+        ("fwd_decode", HOPPER, {"invariant": True}, "on the rest of the problem (use fwd_wgmma_invariant)"),
+        ("bwd_mma", (8, 0), {"invariant": True}, "on the rest of the problem (use bwd_block2d)"),
+        (
+            "bwd_wgmma_deterministic",
+            HOPPER,
+            {"ragged": (4096, 4096)},
+            "(call it once per sequence, or use bwd_wgmma; bwd_block2d is deterministic)",
+        ),
+        # No kernel supports these problems.
+        ("fwd_wgmma", (8, 0), {"dtype": "float8_e4m3"}, "is not supported (convert to float16 or bfloat16)"),
+        ("bwd_mma", HOPPER, {"page_size": 16}, "forward only (gather the pages into contiguous k and v)"),
+        ("fwd_mma", HOPPER, {"D": 300, "Dv": 300}, "(latent attention with v=k[..., :Dv]: 576)"),
+    ],
+)
+def test_refusals_name_the_kernel_that_would_be_chosen(
+    kernel: str, arch: tuple[int, int], options: dict, ending: str
+) -> None:
+    problem, refused = dataclasses.replace(P, **options), registry.get(kernel)
+    with pytest.raises(UnsupportedProblem) as refusal:
+        choose.choose_tile(refused, problem, arch)
+    assert str(refusal.value).endswith(ending)
+    # Among all reasons why no kernel was chosen, and in the table of `list`, none is named.
+    reasons = [c.reason for c in choose.candidates(problem, str(refused.computes), arch) if c.kernel.name == kernel]
+    assert reasons == [refused.why_unsupported(problem, arch)]
+
+
 ARCHS = (None, (8, 0), (8, 6), (9, 0), (10, 0))
 
 
@@ -88,6 +128,8 @@ def drawn_tile(kernel: Kernel, draw: random.Random) -> Tile:
 
 def choice(kernel: Kernel, problem: Problem, arch: tuple[int, int] | None, tile: Tile | None) -> str:
     """The tile chosen, or that is requested, with its launches; or why not."""
+    if reason := kernel.why_unsupported(problem, arch):
+        return reason.removeprefix(f"{kernel.name}: ")
     try:
         chosen = choose.choose_tile(kernel, problem, arch, tile)
     except UnsupportedProblem as error:
