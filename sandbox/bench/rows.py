@@ -126,17 +126,42 @@ def _with_new_names(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, [] if it does not exist. Former names of kernels are replaced. An incomplete last line is
+    """The rows of a file, [] if it does not exist. Former names of kernels are replaced. An incomplete last row is
     ignored."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(_with_new_names(json.loads(line)))
+            row = json.loads(line)
         except ValueError:
-            if number != len(lines):
-                raise UnsupportedProblem(f"{path}, line {number}, is not JSON: {line[:40]!r}") from None
+            row = None
+        if isinstance(row, dict):
+            rows.append(_with_new_names(row))
+        elif number != len(lines) or not line.startswith("{"):
+            raise UnsupportedProblem(f"{path}, line {number}, is not a row in JSON: {line[:40]!r}")
     return rows
+
+
+_SHOWN = ("contender", "kind", "computes", "ok", "message", "ms", "tflops", "percent_of_ceiling", "bound", "dtype")
+_SIZES = ("B", "H", "Sq", "Sk", "D")
+
+
+def stored_rows(path: Path, computes: str) -> list[dict[str, Any]]:
+    """The rows of the forward or of the backward in a file that `bench --out` wrote, and those of operations. Raises
+    UnsupportedProblem if there are none, or other rows."""
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        needed = (*_SHOWN, *(("sizes",) if "operation" in row else _SIZES))
+        if missing := [name for name in needed if name not in row]:
+            raise UnsupportedProblem(
+                f"{path}, line {number}, is not a row of bench: it has no {missing[0]!r} (bench --out writes such rows)"
+            )
+    found = [row for row in rows if row["computes"] == computes or "operation" in row]
+    if not found:
+        other, how = ("forward", "omit") if computes == "backward" else ("backward", "pass")
+        more = f", but {len(rows)} of the {other}: {how} --backward" if rows else ""
+        raise UnsupportedProblem(f"{path} has no rows of the {computes}{more}")
+    return found
 
 
 def problem_of(row: Mapping[str, Any]) -> Problem:

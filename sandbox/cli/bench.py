@@ -15,7 +15,7 @@ from ..bench import benchmark, operations, peers, plot, sampled_shapes
 from ..bench import report as bench_report
 from ..bench.peers import Contender
 from ..bench.rows import problem_of as problem_of_row
-from ..bench.rows import read_rows, recorded
+from ..bench.rows import read_rows, recorded, stored_rows
 from ..bench.timing import Limits
 from ..core.errors import SandboxError
 from ..core.kernel import Kernel
@@ -126,8 +126,7 @@ def bench_(
     if not shapes:
         given_without("--shape", "causal", *SCORE_NAMES)
     computes = "backward" if backward else "forward"
-    shown = read_rows(show) if show else []
-    rows, stopped = [row for row in shown if row["computes"] == computes or "operation" in row], None
+    rows, stopped = stored_rows(show, computes) if show else [], None
     if not show:
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]

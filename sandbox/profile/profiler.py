@@ -190,8 +190,7 @@ def read(prefix: Path) -> Profile:
 
     Raises UnsupportedProblem if its files are missing or were written by another version of this package.
     """
-    subject, counters = _read_subject(prefix)
-    where = json.loads(Path(f"{prefix}.json").read_text())["where"]
+    subject, where, counters = _read_subject(prefix)
     try:
         lines = ncu.parse_source(Path(f"{prefix}.source.csv").read_text(), _instructions(prefix, subject))
     except ToolchainMissing:
@@ -199,7 +198,7 @@ def read(prefix: Path) -> Profile:
     return Profile(subject, counters, lines, where)
 
 
-def _read_subject(prefix: Path) -> tuple[Subject, ncu.Counters]:
+def _read_subject(prefix: Path) -> tuple[Subject, dict[str, Any], ncu.Counters]:
     try:
         texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
     except OSError as error:
@@ -208,12 +207,12 @@ def _read_subject(prefix: Path) -> tuple[Subject, ncu.Counters]:
             f"no stored profile has the prefix {prefix}: {error.filename} {reason} (profile --out PREFIX writes one)"
         ) from None
     try:
-        subject = Subject.loads(texts[0])
-    except (KeyError, TypeError):
+        subject, where = Subject.loads(texts[0]), json.loads(texts[0])["where"]
+    except (KeyError, TypeError, ValueError):
         raise UnsupportedProblem(
-            f"{prefix}.json was written by another version of this package: profile again"
+            f"{prefix}.json was not written by this version of this package: profile again"
         ) from None
-    return subject, ncu.parse_raw(texts[1], subject.entry)
+    return subject, where, ncu.parse_raw(texts[1], subject.entry)
 
 
 def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
@@ -221,7 +220,7 @@ def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
 
     Raises as `read` does.
     """
-    subject, counters = _read_subject(prefix)
+    subject, _, counters = _read_subject(prefix)
     try:
         instructions = _instructions(prefix, subject)
     except ToolchainMissing:

@@ -37,11 +37,14 @@ def load(path: Path) -> Timeline:
     """The timeline that `save` wrote. Raises SpecError if the file is something else."""
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
-        known = data["format"] == _FORMAT
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
+        if data["format"] == _FORMAT:
+            return _timeline(data)
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, LookupError) as error:
         raise SpecError(f"{path} is not a recording of `timeline --save`: {error}") from None
-    if not known:
-        raise SpecError(f"{path} has format {data['format']}, this version reads {_FORMAT}: record it again")
+    raise SpecError(f"{path} has format {data['format']}, this version reads {_FORMAT}: record it again")
+
+
+def _timeline(data: dict[str, Any]) -> Timeline:
     seconds = data["seconds"]
     return Timeline(
         **{**{name: data[name] for name in _SCALARS}, "seconds": seconds and (seconds[0], seconds[1])},

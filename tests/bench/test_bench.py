@@ -640,9 +640,10 @@ def test_rows_survive_an_interrupt_and_resume(tmp_path: Path) -> None:
         file.write(b'": 1}\n')
     writer.join()
     assert [r["contender"] for r in rows.read_rows(path)] == ["a", "b", "c", "d", "e"]
-    path.write_text("rubbish\n{}\n")
-    with pytest.raises(UnsupportedProblem, match="line 1"):
-        rows.read_rows(path)
+    for line, content in ((1, b"rubbish\n{}\n"), (1, b"hello"), (1, b"[1]"), (2, b"{}\n3"), (1, b"\x89PNG\n")):
+        path.write_bytes(content)
+        with pytest.raises(UnsupportedProblem, match=f"line {line}, is not a row in JSON"):
+            rows.read_rows(path)
 
 
 def test_two_dirty_trees_are_two_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -815,6 +816,31 @@ def test_command_shows_stored_rows(tmp_path: Path) -> None:
         assert wanted in result.output
     assert (tmp_path / "figure.svg").exists()
     assert json.loads(invoke("--show", str(file), "--json").stdout) == grid_rows()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ('{"a": 1}\n', (), "line 1, is not a row of bench: it has no 'contender' (bench --out writes such rows)"),
+        ("", (), "has no rows of the forward\n"),
+        ("hello", (), "line 1, is not a row in JSON: 'hello'"),
+        ("backward", (), "has no rows of the forward, but 1 of the backward: pass --backward"),
+        ("forward", ("--backward",), "has no rows of the backward, but 1 of the forward: omit --backward"),
+        ("forward without B", (), "line 1, is not a row of bench: it has no 'B'"),
+    ],
+)
+def test_command_refuses_to_show_other_files(
+    content: str, options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    file, computes = tmp_path / "rows.jsonl", content.partition(" ")[0]
+    if computes in ("forward", "backward"):
+        stored = dataclasses.replace(row("a", SMALL), computes=computes).as_json()
+        content = json.dumps({name: x for name, x in stored.items() if name != content[-1]})
+    file.write_text(content)
+    for more in ((), ("--json",)):
+        result = invoke("--show", str(file), *options, *more)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
 
 
 def test_command_keeps_what_it_has_when_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,11 +226,13 @@ def test_a_profile_is_stored_and_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert profile.counters.dram_read == 4.8e6
     assert profile.where == {"device": "a GPU"}
     written = tmp_path / "kept" / "p.json"
-    written.write_text(written.read_text().replace('"entry"', '"other"'))
-    with pytest.raises(
-        UnsupportedProblem, match=r"p\.json was written by another version of this package: profile again"
-    ):
-        profiler.read(tmp_path / "kept" / "p")
+    text = written.read_text()
+    for damaged in (text.replace('"entry"', '"other"'), text.replace('"where"', '"other"'), "hello"):
+        written.write_text(damaged)
+        with pytest.raises(
+            UnsupportedProblem, match=r"p\.json was not written by this version of this package: profile again"
+        ):
+            profiler.read(tmp_path / "kept" / "p")
     with pytest.raises(
         UnsupportedProblem, match=r"no stored profile has the prefix .*kept/q: .*kept/q\.json does not ex"
     ):
