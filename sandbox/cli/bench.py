@@ -26,16 +26,20 @@ from ..verify.suite import suite_of
 from .group import cli
 from .options import (
     SCORE_NAMES,
+    SEED,
     OutputPath,
     Scored,
     Seconds,
+    alone,
     causal_option,
     chosen_kernels,
     dtype_option,
+    excluding,
     given_without,
     html_option,
     json_option,
     kernels_argument,
+    on_command_line,
     problem_for,
     score_options,
     shape_option,
@@ -62,7 +66,7 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0),
+    type=SEED,
     help="Seed of sampled problems and of the inputs. Default: another one in each run, which is printed and stored in "
     "the rows; 0 for fixed problems.",
 )
@@ -126,6 +130,8 @@ def bench_(
     if not shapes:
         given_without("--shape", "causal", *SCORE_NAMES)
     computes = "backward" if backward else "forward"
+    if show:
+        alone("--show", "show", "backward", "against", "prefix", "html", "as_json")
     rows, stopped = stored_rows(show, computes) if show else [], None
     if not show:
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
@@ -133,7 +139,8 @@ def bench_(
         others: list[Contender] = []
         labels: dict[str, Any] = {}
         if custom := bool(chosen and chosen[0].custom):
-            problems = _operation_problems(chosen, grid, shapes, dtype, causal, scored)
+            excluding(f"{chosen[0].name}, which computes no attention", "grid", "sample", "backward")
+            problems = _operation_problems(chosen, shapes, dtype, causal, scored)
             contenders = operations.contenders_of(chosen, parsed, _operation_peers(names))
             computes = chosen[0].operation.name
         else:
@@ -211,20 +218,18 @@ def _grid(name: str, sample: int | None, seed: int | None, resume: bool) -> _Gri
 
 
 def _operation_problems(
-    kernels: Sequence[Kernel], grid: str | None, shapes: Sequence[str], dtype: str, causal: str | None, scored: Scored
+    kernels: Sequence[Kernel], shapes: Sequence[str], dtype: str, causal: str | None, scored: Scored
 ) -> list[Any]:
     """The problems of an operation: those of --shape, or of its spec."""
-    if grid:
-        raise click.UsageError(f"--grid has problems of attention: {kernels[0].name} computes another operation")
     if shapes:
         return [problem_for(kernels, shape, dtype, causal, scored) for shape in shapes]
+    given_without("--shape", "dtype")
     return [case.problem for case in suite_of(kernels[0]).named_cases(kernels[0], small=False)]
 
 
 def _operation_peers(names: str) -> list[str] | None:
     """The peers that --peers names; None if it is not on the command line."""
-    given = click.get_current_context().get_parameter_source("names") is click.core.ParameterSource.COMMANDLINE
-    return [name.strip() for name in names.split(",") if name != "none"] if given else None
+    return [name.strip() for name in names.split(",") if name != "none"] if on_command_line("names") else None
 
 
 def _show_rows(rows: list[dict[str, Any]], against: str | None, prefix: Path | None, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from ..core.kernel import INVARIANCES
 from ..verify import bits
 from ..verify import check as checking
 from .group import cli
-from .options import backend_option, chosen_kernels, json_option, kernels_argument, parsed_tile, tile_option
+from .options import SEED, backend_option, chosen_kernels, json_option, kernels_argument, parsed_tile, tile_option
 from .output import exit_status, followed, print_json, say, screen
 
 
@@ -22,9 +22,11 @@ from .output import exit_status, followed, print_json, say, screen
 @backend_option
 @click.option("--change", multiple=True, type=click.Choice([*INVARIANCES]), help="Only this change; may be repeated.")
 @click.option("--invariant/--default", default=None, help="Only with invariant=True, or only without. Default: both.")
-@click.option("--seed", type=int, help="Of the inputs. Default: random; it is printed.")
+@click.option("--seed", type=SEED, help="Of the inputs. Default: random; it is printed.")
 @click.option(
-    "--page", type=click.Path(path_type=Path), help="Write the table between the marks of this Markdown file."
+    "--page",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False, writable=True),
+    help="Write the table between the marks of this Markdown file.",
 )
 @json_option
 def bits_(
@@ -37,7 +39,9 @@ def bits_(
     runs have in common bit by bit. Shows the first difference. Fails if a guarantee of a spec does not hold.
     """
     device, seed = checking.pick_device(backend), secrets.randbits(31) if seed is None else seed
-    chosen = [k for k in chosen_kernels(kernels) if k.computes in ("forward", "backward")]
+    if page:
+        bits.page_parts(page)  # a file without the marks is an error before the first run
+    chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes in ("forward", "backward")]
     tried = bits.examine(chosen, device, seed, parsed_tile(tile), change, invariant)
     found = list(followed(tried, lambda f: f"{f.kernel} {f.change}"))
     if as_json:

@@ -19,10 +19,13 @@ from ..verify.check import pick_device
 from ..watch.job import quick_cases
 from .group import cli
 from .options import (
+    SCORE_NAMES,
     Scored,
     causal_option,
     dtype_option,
     entry_argument,
+    excluding,
+    given_without,
     html_option,
     json_option,
     parsed_tile,
@@ -54,6 +57,10 @@ def _command(language: str, doc: str) -> None:
         arch: str | None, reference: str | None, summary: bool, html: Path | None, as_json: bool,
     ) -> None:  # fmt: skip
         wanted, spec = parsed_tile(tile), registry.entry_owner(kernel)
+        if not (shape or D or spec.custom):
+            given_without("--shape", *SCORE_NAMES)
+        if reference:
+            excluding("--diff", "summary")
         first = quick_cases(spec, pick_device(None))[0].problem
         if shape or D or spec.custom:
             problem = problem_or_default(spec, shape or f"1,1,1,{D}", dtype, causal, scored, pick_device(None))
@@ -78,7 +85,8 @@ def _show_code(shown: listing.Code, summary: bool, html: Path | None, as_json: b
     if html:
         save_page(html, pages.page([shown], tables=[of_terminal(counted, "Instructions by kind")]))
     if as_json:
-        print_json(listing.as_json(shown))
+        fields = listing.as_json(shown)
+        print_json({name: x for name, x in fields.items() if not (summary and name == "instructions")})
         return
     if not summary and not html:
         say(code_report.listing(shown))

@@ -31,7 +31,7 @@ class _Command(click.Command):
                 word = f"{word}={left.pop(0) if given else option.flag_value}"
             attached.append(word)
         if not ctx.resilient_parsing:
-            self._refuse_blanks(ctx, attached + left)
+            self._refuse_blanks_and_repeats(ctx, attached + left)
         return super().parse_args(ctx, attached + left)
 
     def _check_kernel(self, name: str, option: OptionalValue, word: str) -> None:
@@ -46,10 +46,15 @@ class _Command(click.Command):
         except UnknownKernel as error:
             raise click.UsageError(f"{said}, or name a kernel: {error}") from None
 
-    def _refuse_blanks(self, ctx: click.Context, args: list[str]) -> None:
-        """A blank value, such as that of an unset shell variable, is an error and not an absent option."""
-        given, _, _ = self.make_parser(ctx).parse_args(args=[*args])
+    def _refuse_blanks_and_repeats(self, ctx: click.Context, args: list[str]) -> None:
+        """A blank value, such as that of an unset shell variable, is an error and not an absent option. So is a second
+        value of an option that has one."""
+        given, _, order = self.make_parser(ctx).parse_args(args=[*args])
         for param in self.params:
+            if isinstance(param, click.Option) and not param.multiple and order.count(param) > 1:
+                names = "/".join((max(param.opts, key=len), *param.secondary_opts))
+                if not param.is_flag or param.secondary_opts:
+                    raise click.UsageError(f"{names} was given more than once: {self.name} takes one", ctx)
             values = given.get(param.name or "")
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 if isinstance(value, str) and not value.strip():

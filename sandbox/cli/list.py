@@ -24,6 +24,7 @@ from .options import (
     Scored,
     causal_option,
     dtype_option,
+    excluding,
     given_without,
     json_option,
     problem_of,
@@ -58,6 +59,8 @@ def list_(
     options, --dtype and --arch need --shape.
     """
     shape = shape or problem
+    if guarantees:
+        excluding("--guarantees", "shape", "problem")
     if shape is None:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES, "arch")
         kernels = registry.kernels().values()

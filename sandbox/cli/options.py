@@ -103,6 +103,9 @@ backend_option = click.option(
 )
 
 
+SEED = click.IntRange(0, 2**64 - 1)  # a seed of NumPy's and PyTorch's generators
+
+
 class Dtype(click.Choice[str]):
     """A dtype of q, k and v. PyTorch's name float8_e4m3fn is accepted."""
 
@@ -173,25 +176,30 @@ def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str |
     names = {kernel.operation.name if kernel.custom else "attention" for kernel in kernels}
     if len(names) > 1:
         raise click.UsageError(f"--shape has another meaning for {' and '.join(sorted(names))}: name kernels of one")
-    options = [f"--{name}" for name, value in (("causal", causal), *scored.items()) if value]
-    if options:
-        raise click.UsageError(
-            f"{options[0]} is an option of attention, and {custom[0].name} computes a custom operation: omit it"
-        )
-    return suite_of(custom[0]).problem(custom[0], shape, dtype if _on_command_line("dtype") else "")
+    _refuse_options_of_attention(custom[0], causal, scored)
+    return suite_of(custom[0]).problem(custom[0], shape, dtype if on_command_line("dtype") else "")
 
 
 def problem_or_default(
     kernel: Kernel, shape: str, dtype: str, causal: str | None, scored: Scored, device: Device
 ) -> Problem:
     """`problem_for`. Without --shape on the command line, an operation's kernel has the first problem of `watch`."""
-    if not kernel.custom or _on_command_line("shape") or _on_command_line("shapes"):
+    if not kernel.custom or on_command_line("shape") or on_command_line("shapes"):
         return problem_for([kernel], shape, dtype, causal, scored)
+    _refuse_options_of_attention(kernel, causal, scored)
     first = suite_of(kernel).quick_cases(kernel, device)[0].problem
-    return dataclasses.replace(first, dtype=dtype) if _on_command_line("dtype") else first
+    return dataclasses.replace(first, dtype=dtype) if on_command_line("dtype") else first
 
 
-def _on_command_line(name: str) -> bool:
+def _refuse_options_of_attention(kernel: Kernel, causal: str | None, scored: Scored) -> None:
+    if options := [f"--{name}" for name, value in (("causal", causal), *scored.items()) if value]:
+        raise click.UsageError(
+            f"{options[0]} is an option of attention, and {kernel.name} computes a custom operation: omit it"
+        )
+
+
+def on_command_line(name: str) -> bool:
+    """Whether a parameter has its value from the command line."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE
 
@@ -247,16 +255,20 @@ def numbers(text: str, option: str, example: str) -> list[int]:
 
 def given_without(needed: str, *names: str) -> None:
     """Raises UsageError if one of the options `names` is on the command line without the option `needed`."""
-    context = click.get_current_context()
     for name in names:
-        if context.get_parameter_source(name.replace("-", "_")) is click.core.ParameterSource.COMMANDLINE:
+        if on_command_line(name.replace("-", "_")):
             raise click.UsageError(f"--{name} needs {needed}")
 
 
 def alone(option: str, *names: str) -> None:
     """Raises UsageError if a parameter other than `names` is on the command line with `option`."""
-    context = click.get_current_context()
-    for param in context.command.params:
-        given = context.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
-        if given and param.name not in names:
-            raise click.UsageError(f"{max(param.opts, key=len)} is not supported with {option}")
+    excluding(option, *(param.name or "" for param in click.get_current_context().command.params
+                        if param.name not in names))  # fmt: skip
+
+
+def excluding(option: str, *names: str) -> None:
+    """Raises UsageError if one of the parameters `names` is on the command line with `option`."""
+    for param in click.get_current_context().command.params:
+        if param.name in names and on_command_line(param.name):
+            said = max(param.opts, key=len) if isinstance(param, click.Option) else "KERNEL"
+            raise click.UsageError(f"{said} is not supported with {option}")

@@ -22,9 +22,11 @@ from .group import cli
 from .options import (
     OutputPath,
     Scored,
+    alone,
     causal_option,
     dtype_option,
     entry_argument,
+    excluding,
     html_option,
     json_option,
     parsed_tile,
@@ -76,6 +78,12 @@ def profile_(
     report is stored, and also its pages as text, which --show reads without Nsight and without a GPU.
     """
     spec = registry.entry_owner(kernel)  # raises UnknownKernel
+    if shown:
+        alone("--show", "kernel", "shown", "prefix", "html", "as_json")
+    if compare:
+        excluding("--compare, which names the tiles", "tile")
+    if dry_run or tool == "nsys":
+        excluding("--dry-run" if dry_run else "--tool nsys", "prefix", "html")
     prefixes, commands = list(shown), []
     if not shown:
         problem = problem_or_default(spec, shape, dtype, causal, scored, ("cuda", 0))

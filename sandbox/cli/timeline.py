@@ -16,9 +16,11 @@ from .group import cli
 from .options import (
     OutputPath,
     Scored,
+    alone,
     backend_option,
     causal_option,
     dtype_option,
+    given_without,
     html_option,
     json_option,
     numbers,
@@ -65,6 +67,10 @@ def timeline_(
     """
     if (kernel is None) == (shown is None):
         raise click.UsageError("give either a KERNEL to record, or --show FILE")
+    if shown:
+        alone("--show", "shown", "between", "prefix", "trace_file", "saved", "html", "as_json")
+    if not prefix:
+        given_without("--plot", "between")
     window = numbers(between, "--between", "0,20000") if between else None
     if window and (len(window) != 2 or window[0] >= window[1]):
         raise click.BadParameter(f"{between!r} must be two increasing numbers, such as 0,20000", param_hint="--between")

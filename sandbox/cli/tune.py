@@ -15,11 +15,14 @@ from ..tune import report as tune_report
 from ..tune.search import Search
 from .group import cli
 from .options import (
+    SCORE_NAMES,
     OutputPath,
     Scored,
     backend_option,
     causal_option,
     dtype_option,
+    excluding,
+    given_without,
     html_option,
     json_option,
     kernel_argument,
@@ -65,6 +68,10 @@ def tune_(
     """
     if not shapes and not grid:
         raise click.UsageError("tune needs a problem: pass --shape B,H,S,D or --grid")
+    if not shapes:
+        given_without("--shape", "causal", *SCORE_NAMES)
+    if backend == "cpu":
+        excluding("--backend cpu", "gpus")
     ordinals = numbers(gpus, "--gpus", "0,1") if gpus else ()
     if gpus and cluster:
         raise click.UsageError("--gpus and --dask cannot be combined: one selects local GPUs, the other remote ones")

@@ -20,14 +20,18 @@ from ..watch.history import History, as_bytes, read_texts
 from ..watch.job import Job
 from .group import cli
 from .options import (
+    SCORE_NAMES,
     Scored,
     Seconds,
+    alone,
     backend_option,
     causal_option,
     dtype_option,
+    given_without,
     html_option,
     json_option,
     kernel_argument,
+    on_command_line,
     parsed_tile,
     problem_for,
     score_options,
@@ -35,6 +39,15 @@ from .options import (
     tile_option,
 )
 from .output import plain, print_json, save_page, say, screen
+
+# Options that measure nothing, and the parameters that have an effect with them.
+_LOOKING_BACK = {
+    "html": ("history",),
+    "history": ("html", "as_json"),
+    "show": ("as_json",),
+    "old": ("new",),
+    "restore": (),
+}
 
 
 @cli.command("watch")
@@ -71,6 +84,11 @@ def watch_(
     chosen = registry.get(kernel)
     if new is not None and old is None:
         raise click.UsageError(f"unexpected argument {new}: only --diff takes a second version, as in --diff N M")
+    for name, others in _LOOKING_BACK.items():
+        if on_command_line(name):
+            alone("--diff" if name == "old" else f"--{name}", "kernel", name, *others)
+    if not shape:
+        given_without("--shape", "dtype", "causal", *SCORE_NAMES)
     if html:
         save_page(html, pages.page(kernel, History(chosen).versions()))
         return

@@ -375,18 +375,32 @@ def examine(
     invariant: bool | None = None,
 ) -> Iterator[Finding]:  # fmt: skip
     """`bits`: each change for each kernel with `tile`, by default the one that the spec chooses, and for the kernels
-    that support it again with invariant=True. `invariant`: only one of the two."""
+    that support it again with invariant=True. `invariant`: only one of the two. Raises UnsupportedProblem for a kernel
+    of another computation, and if no kernel can be examined."""
+    kernels, examined, reason = [*kernels], False, ""
+    if others := [kernel for kernel in kernels if kernel.computes not in ("forward", "backward")]:
+        raise UnsupportedProblem(
+            f"{others[0].name} is not supported: bits compares rows of attention (choose kernels of the forward or "
+            "backward, such as fwd_minimal)"
+        )
     for kernel in kernels:
         for mode in (False, True):
-            if (mode and kernel.invariant_tile is None) or invariant is (not mode):
+            if invariant is (not mode):
+                continue
+            if mode and kernel.invariant_tile is None:
+                reason = reason or f"{kernel.name}: invariant=True is not supported"
                 continue
             try:
                 base = base_of(kernel, device, tile, seed, mode)
-            except UnsupportedProblem:
+            except UnsupportedProblem as refusal:
                 if tile is None and device == HOST:
                     raise
+                reason = reason or str(refusal)
                 continue
+            examined = True
             yield from (compare(base, change, device) for change in changes or CHANGES)
+    if not examined:
+        raise UnsupportedProblem(reason)
 
 
 # ---- tables
@@ -432,11 +446,16 @@ def write_page(path: Path, findings: Sequence[Finding], seed: int, device: Devic
     lines += [f"| `{name}` |" + "".join(f" {cell} |" for cell in cells) for name, *cells in _rows(findings)]
     where = "an " + driver.device(device[1]).name if device != HOST else "the CPU backend"
     body = "\n".join([*lines, "", f"{LEGEND}. Measured on {where}, seed {seed}."])
-    text = path.read_text()
-    head, _, rest = text.partition(_BEGIN)
-    if not rest or _END not in rest:
+    head, rest = page_parts(path)
+    path.write_text(f"{head}{body}\n{rest}")
+
+
+def page_parts(path: Path) -> tuple[str, str]:
+    """The text of a Markdown file before and after the table. Raises OSError; SpecError if it has no marks."""
+    head, begin, rest = path.read_text().partition(_BEGIN)
+    if _END not in rest:
         raise SpecError(f"{path} does not contain the lines {_BEGIN.strip()} and {_END}")
-    path.write_text(f"{head}{_BEGIN}{body}\n{rest[rest.index(_END) :]}")
+    return head + begin, rest[rest.index(_END) :]
 
 
 _BEGIN, _END = "<!-- bits: written by python -m sandbox bits --page -->\n", "<!-- end of bits -->"

@@ -299,6 +299,8 @@ def test_sass_command() -> None:
     assert sum(parsed["counts"].values()) == len(parsed["instructions"])
     assert {"function", "address", "text", "file", "line", "live"} == set(parsed["instructions"][0])
     assert len(call("sass", *SMALL, "--summary").stdout.splitlines()) < 30
+    summary = json.loads(call("sass", *SMALL, "--summary", "--json").stdout)
+    assert summary == {name: value for name, value in parsed.items() if name != "instructions"}
 
 
 @needs_nvdisasm

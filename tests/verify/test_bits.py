@@ -98,3 +98,24 @@ def test_command(tmp_path: Path) -> None:
     assert text.endswith("<!-- end of bits -->\nafter\n")
     assert "| `fwd_minimal` | yes |" in text
     assert "old" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fwd_minimal", "block_map"), "block_map is not supported: bits compares rows of attention (choose kernels"),
+        (("append_kv",), "append_kv is not supported: bits compares rows of attention"),
+        (("fwd_decode", "--invariant"), "fwd_decode: invariant=True is not supported"),
+        (("fwd_mma", "--tile", "SUB_N=1"), "fwd_mma: tile SUB_N=1 lacks BLOCK_M, BLOCK_N"),
+        (("--seed", "-1"), "Invalid value for '--seed': -1 is not in the range 0<="),
+        (("--page", "no.md"), "Invalid value for '--page': File 'no.md' does not exist"),
+        (("--page", __file__), "does not contain the lines <!-- bits"),
+    ],
+)
+def test_usage_errors_precede_the_runs(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bits, "compare", lambda *given: pytest.fail("a kernel was run"))
+    done = run(*arguments, "--backend", "cpu")
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
