@@ -237,7 +237,12 @@ def _show_rows(rows: list[dict[str, Any]], against: str | None, prefix: Path | N
         print_json(rows)
     elif rows:
         console, peer = screen(), bench_report.pick_peer(rows, against)
-        console.print(bench_report.bench_table(rows, peer, console.width))
+        table = bench_report.bench_table(rows, peer, console.width)
+        parts = bench_report.in_parts(table, console.width)
+        for part in parts:
+            console.print(part, end="\n" * (len(parts) > 1))
+        if len(parts) > 1:
+            say(str(table.caption))
         for text in bench_report.notes(rows, peer):
             say(text)
     if prefix and rows:

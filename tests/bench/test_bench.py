@@ -805,6 +805,21 @@ def test_command_without_a_gpu(tmp_path: Path) -> None:
     assert invoke("--show", str(tmp_path / "none.jsonl")).exit_code == 2
 
 
+def test_command_shows_many_contenders_in_parts(tmp_path: Path) -> None:
+    """Each part has the whole problem in its first column; only one that is wider than the terminal is folded."""
+    wide, names = "x + " + " + ".join(["j"] * 40), [f"contender {n}" for n in range(20)]
+    for expression, widths in (("", ((60, 7), (120, 3), (1000, 1))), (wide, ((60, 20), (1000, 1)))):
+        problem = dataclasses.replace(SMALL, score=Score(expression) if expression else None)
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row(name, problem, kernel=name).as_json()) + "\n" for name in names))
+        for width, parts in widths:
+            shown = CliRunner(env={"COLUMNS": str(width)}).invoke(cli.cli, ["bench", "--show", str(file)]).stdout
+            table = shown.partition("GPU")[0].splitlines()
+            assert max(map(len, table)) <= width
+            assert sum(line.startswith("B1 H2 S48 D16 ") for line in table) == parts
+            assert [name for name in names if not any(name in line for line in table)] == []
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_command_shows_stored_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
