@@ -1,10 +1,10 @@
 // Appends rows of K and V to a cache, one warp per row and head.
 //
-//   row i of sequence b  ->  key j = key_lengths[b] + i  ->  row j % size of page block_table[b][j / size]
+//   row i of sequence b  ->  key j = key_lengths[b] + i  ->  row j % page_rows of page block_table[b][j / page_rows]
 //
-// The rows of a sequence are an entry of k_new and v_new, or with cu_seqlens (ends > 0) consecutive rows of entry 0.
-// Without block_table (tables = 0) sequence b is page b. Rows beyond the table, and rows whose page does not exist, are
-// not written; with CHECKED they are errors.
+// The rows of a sequence are an entry of k_new and v_new, or with cu_seqlens (offsets > 0) consecutive rows of entry 0.
+// Without block_table (table_rows = 0) sequence b is page b. Rows beyond the table, and rows whose page does not
+// exist, are not written; with CHECKED they are errors.
 #include <ptx.cuh>
 #include "element.cuh"
 #include "view.cuh"
@@ -50,27 +50,27 @@ __device__ __forceinline__ void copy_row(page_t* to, const dtype* from, int colu
 extern "C" __global__ __launch_bounds__(32 * WARPS) void append_kv(
     const __grid_constant__ View<const dtype> k_new,  // (N, Hk, n, D)
     const __grid_constant__ View<const dtype> v_new,  // (N, Hk, n, Dv)
-    const int* block_table,                           // (tables, most)
+    const int* block_table,                           // (table_rows, max_pages)
     const int* key_lengths,                           // (B), before the call
-    const int* cu_seqlens,                            // (ends)
-    const __grid_constant__ View<page_t> k_pages,     // (pages, Hk, size, D)
-    const __grid_constant__ View<page_t> v_pages,     // (pages, Hk, size, Dv)
-    int N, int n, int B, int ends, int tables, int most, int pages, int size, int D, int Dv) {
+    const int* cu_seqlens,                            // (offsets)
+    const __grid_constant__ View<page_t> k_pages,     // (pages, Hk, page_rows, D)
+    const __grid_constant__ View<page_t> v_pages,     // (pages, Hk, page_rows, Dv)
+    int N, int n, int B, int offsets, int table_rows, int max_pages, int pages, int page_rows, int D, int Dv) {
     const int row = blockIdx.x * WARPS + threadIdx.x / 32, h = blockIdx.y;
     if (row >= N * n) return;
-    const NewRow place = ends ? row_of(cu_seqlens, B, n, row) : NewRow{row / n, row % n};
+    const NewRow place = offsets ? row_of(cu_seqlens, B, n, row) : NewRow{row / n, row % n};
     if (place.b < 0) return;
 
     const long long key = max(key_lengths[place.b], 0) + static_cast<long long>(place.i);
-    const bool fits = key < (tables ? static_cast<long long>(most) * size : size);
+    const bool fits = key < (table_rows ? static_cast<long long>(max_pages) * page_rows : page_rows);
     if (CHECKED)
         require(fits, "key_lengths and the new rows need more keys than block_table, or the cache, has room for");
     if (!fits) return;
-    const int page = tables ? block_table[static_cast<long long>(place.b) * most + key / size] : place.b;
+    const int page = table_rows ? block_table[static_cast<long long>(place.b) * max_pages + key / page_rows] : place.b;
     const bool exists = 0 <= page && page < pages;
     if (CHECKED) require(exists, "block_table has a page that does not exist");
     if (!exists) return;
-    const int entry = ends ? 0 : place.b, entry_row = ends ? row : place.i;
-    copy_row(k_pages.row(page, h, key % size), k_new.row(entry, h, entry_row), D);
-    copy_row(v_pages.row(page, h, key % size), v_new.row(entry, h, entry_row), Dv);
+    const int entry = offsets ? 0 : place.b, entry_row = offsets ? row : place.i;
+    copy_row(k_pages.row(page, h, key % page_rows), k_new.row(entry, h, entry_row), D);
+    copy_row(v_pages.row(page, h, key % page_rows), v_new.row(entry, h, entry_row), Dv);
 }

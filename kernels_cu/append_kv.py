@@ -14,7 +14,7 @@ def offsets(rng: Any, shape: tuple[int, ...]) -> Any:
 
 
 def append(k_new: Any, v_new: Any, block_table: Any, key_lengths: Any, cu_seqlens: Any, k: Any, v: Any) -> Any:
-    """k and v, (pages, Hk, size, D), with the new rows of each sequence after its first key_lengths keys."""
+    """k and v, (pages, Hk, page_rows, D), with the new rows of each sequence after its first key_lengths keys."""
     k, v, size = k.copy(), v.copy(), k.shape[2]
     for b, length in enumerate(key_lengths):
         if len(cu_seqlens):
@@ -30,22 +30,22 @@ def append(k_new: Any, v_new: Any, block_table: Any, key_lengths: Any, cu_seqlen
 
 def operation_for(pages: str = "") -> Operation:
     """`pages`: the dtype of the pages, by default that of the new rows, whose values are then copied exactly."""
-    cache = {name: Tensor("pages", "Hk", "size", d, dtype=pages, strided=True, aligned=False)
+    cache = {name: Tensor("pages", "Hk", "page_rows", d, dtype=pages, strided=True, aligned=False)
              for name, d in (("k_pages", "D"), ("v_pages", "Dv"))}  # fmt: skip
     return Operation(
-        dims=("B", "N", "n", "ends", "tables", "most", "pages", "size", "Hk", "D", "Dv"),
+        dims=("B", "N", "n", "offsets", "table_rows", "max_pages", "pages", "page_rows", "Hk", "D", "Dv"),
         inputs={
             "k_new": Tensor("N", "Hk", "n", "D", strided=True, aligned=False),
             "v_new": Tensor("N", "Hk", "n", "Dv", strided=True, aligned=False),
             "block_table": Tensor(
-                "tables",
-                "most",
+                "table_rows",
+                "max_pages",
                 dtype="int32",
                 aligned=False,
                 values=lambda rng, s: rng.permutation(s[0] * s[1]).reshape(s),
             ),
             "key_lengths": Tensor("B", dtype="int32", aligned=False, values=lambda rng, s: rng.integers(-1, 5, s)),
-            "cu_seqlens": Tensor("ends", dtype="int32", aligned=False, values=offsets),
+            "cu_seqlens": Tensor("offsets", dtype="int32", aligned=False, values=offsets),
             **cache,
         },
         outputs=cache,
@@ -71,11 +71,20 @@ def grid(p: Any, t: Tile) -> Dim3:
 def supports(p: Any, arch: Arch | None) -> str | None:
     """The sizes that must agree."""
     rules = (
-        (p.ends in (0, p.B + 1), f"cu_seqlens has {p.ends} elements: it must have B + 1, and key_lengths has B={p.B}"),
-        (p.N == 1 if p.ends else p.N == p.B, f"k_new and key_lengths have B={p.N} and B={p.B}: they must be the same"),
-        (p.tables in (0, p.B), f"block_table has {p.tables} rows: it must have B={p.B}, as key_lengths"),
-        (p.tables or p.pages == p.B, f"k_pages has {p.pages} batch entries: without block_table it must have B={p.B}"),
-        (not p.tables or p.size, "k_pages has page_size=0: it must be at least 1"),
+        (
+            p.offsets in (0, p.B + 1),
+            f"cu_seqlens has {p.offsets} elements: it must have B + 1, and key_lengths has B={p.B}",
+        ),
+        (
+            p.N == 1 if p.offsets else p.N == p.B,
+            f"k_new and key_lengths have B={p.N} and B={p.B}: they must be the same",
+        ),
+        (p.table_rows in (0, p.B), f"block_table has {p.table_rows} rows: it must have B={p.B}, as key_lengths"),
+        (
+            p.table_rows or p.pages == p.B,
+            f"k_pages has {p.pages} batch entries: without block_table it must have B={p.B}",
+        ),
+        (not p.table_rows or p.page_rows, "k_pages has page_size=0: it must be at least 1"),
     )
     return next((reason for holds, reason in rules if not holds), None)
 
@@ -90,8 +99,8 @@ kernel = Kernel(
     grid=grid,
     block=lambda t: (32 * t.WARPS, 1, 1),
     supports=supports,
-    args=("k_new", "v_new", "block_table", "key_lengths", "cu_seqlens", "k_pages", "v_pages", "N", "n", "B", "ends",
-          "tables", "most", "pages", "size", "D", "Dv"),
+    args=("k_new", "v_new", "block_table", "key_lengths", "cu_seqlens", "k_pages", "v_pages", "N", "n", "B", "offsets",
+          "table_rows", "max_pages", "pages", "page_rows", "D", "Dv"),
 )  # fmt: skip
 kernels = (
     kernel,

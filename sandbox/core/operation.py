@@ -232,11 +232,18 @@ class Operation:
 
     def problem(self, shape: str, dtype: str) -> OperationProblem:
         """The problem of a text such as "4096,8192", one size for each of `dims`. Raises SpecError."""
+        if not self._fits(shape):
+            raise SpecError(f"shape {shape!r} must be {','.join(self.dims)}, such as {self.example}")
+        return self.sized(dict(zip(self.dims, map(int, shape.split(",")), strict=True)), dtype)
+
+    def _fits(self, shape: str) -> bool:
         parts = [part.strip() for part in shape.split(",")]
-        if len(parts) != len(self.dims) or not all(part.isdecimal() for part in parts):
-            example = ",".join(["1024"] * len(self.dims))
-            raise SpecError(f"shape {shape!r} must be {','.join(self.dims)}, such as {example}")
-        return self.sized(dict(zip(self.dims, map(int, parts), strict=True)), dtype)
+        return len(parts) == len(self.dims) and all(part.isdecimal() for part in parts)
+
+    @property
+    def example(self) -> str:
+        """The text of a problem: the first of `shapes` and `cases`, or 1024 for each dimension."""
+        return next(filter(self._fits, (*self.shapes, *self.cases)), ",".join(["1024"] * len(self.dims)))
 
     def sized(self, sizes: Mapping[str, int], dtype: str) -> OperationProblem:
         """The problem with these sizes. Raises SpecError for sizes that int32 does not hold."""

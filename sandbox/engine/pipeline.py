@@ -332,15 +332,15 @@ def compile(
     """Compile one kernel for one architecture and report its resource usage. Needs no GPU.
 
     kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension; causal: the mask;
-    both only for attention. A custom operation (sandbox.spec.Operation) is compiled with every dimension 1024. dtype:
-    of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2"). arch:
-    such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without a GPU.
+    both only for attention; a custom operation (sandbox.spec.Operation) is compiled for the first of its `shapes`.
+    dtype: of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2").
+    arch: such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without one.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
     UnknownKernel.
     """
     owner = kernel if isinstance(kernel, Kernel) else entry_owner(kernel)
     if isinstance(owner.computes, Operation):
-        own: Any = owner.computes.sized(dict.fromkeys(owner.computes.dims, 1024), dtype)
+        own: Any = owner.computes.problem(owner.computes.example, dtype)
         problem: Problem = own
     else:
         problem = owner.adapted(Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal)))

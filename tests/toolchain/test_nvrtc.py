@@ -11,10 +11,12 @@ import cuda.pathfinder
 import pytest
 
 import sandbox
+from sandbox.core import registry
 from sandbox.core.errors import (
     CompileError,
     NoFastCompilation,
     SandboxError,
+    SpecError,
     ToolchainMissing,
     UnsupportedProblem,
 )
@@ -424,6 +426,15 @@ def test_public_compile() -> None:
     assert compiled.resources.registers > 16
     for tile in (sandbox.Tile(BLOCK_M=32, BLOCK_N=16), "BLOCK_M=32,BLOCK_N=16", {"BLOCK_M": 32, "BLOCK_N": 16}):
         assert "-DBLOCK_N=16" in sandbox.compile("fwd_minimal", D=64, arch="sm_80", tile=tile).options
+
+
+def test_public_compile_of_an_operation() -> None:
+    """For the first of its `shapes`: the sizes of append_kv must agree, so that not all can be 1024."""
+    operation = registry.get("append_kv").operation
+    assert operation.example == operation.shapes[0]
+    assert sandbox.compile("append_kv", arch="sm_80").resources.registers > 0
+    with pytest.raises(SpecError, match=f"must be B,N,n,.*,page_rows,Hk,D,Dv, such as {operation.example}$"):
+        operation.problem("1,2,64,64", "float16")
 
 
 @pytest.mark.parametrize(

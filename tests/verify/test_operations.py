@@ -118,7 +118,7 @@ def test_problems_as_json(folder: Path) -> None:
     assert (p.score, p.ragged, p.page_size, p.float8, p.plain, p.head_dims) == (None, (), 0, False, True, ())
     with pytest.raises(AttributeError, match="a problem of matmul has no B: it has M, N, K and dtype"):
         _ = problem.B
-    with pytest.raises(SpecError, match=r"shape '8,16' must be M,N,K, such as 1024,1024,1024"):
+    with pytest.raises(SpecError, match=r"shape '8,16' must be M,N,K, such as 4096,4096,4096"):
         suite_of(kernel).problem(kernel, "8,16", "float16")
     assert kernel.why_unsupported(problem, (8, 0)) == (
         "matmul: compute capability 8.0 is not supported: it needs 9.0 and no other"
@@ -213,7 +213,7 @@ def test_commands(folder: Path, tmp_path: Path) -> None:
     problem = {"operation": "stencil", "sizes": {"N": 70, "K": 3}, "dtype": "float32"}
     assert (row["ok"], row["problem"]) == (True, problem)
     for arguments, message in (
-        (("run", "stencil", "--shape", "70"), "shape '70' must be N,K, such as 1024,1024"),
+        (("run", "stencil", "--shape", "70"), "shape '70' must be N,K, such as 16777216,7"),
         (("run", "stencil", "--shape", "70,3", "--causal"), "--causal is an option of attention"),
         (("run", "stencil", "fwd_minimal", "--shape", "70,3"), "--shape has another meaning for attention and stencil"),
         (("run", "stencil", "--shape", "70,3", "--dtype", "bfloat16"), "not one of"),
