@@ -38,6 +38,16 @@ def test_guarantees(name: str, change: str, invariant: bool) -> None:
     assert (found.equal, found.declared) == (True, True), found.detail
 
 
+@pytest.mark.parametrize("name", ["fwd_block2d", "fwd_minimal"])
+def test_float8_with_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other kernel of the forward takes float8 queries with invariant=True (docs/bits.md)."""
+    kernels = {k.name for k in KERNELS if k.computes == "forward" and k.invariant_tile and "float8_e4m3" in k.dtypes}
+    assert kernels == {"fwd_block2d", "fwd_minimal"}
+    monkeypatch.setattr(bits, "usual_dtypes", lambda kernel: ["float8_e4m3"])
+    found = [tried(registry.get(name), change, invariant=True) for change in ("batch", "queries", "pages")]
+    assert [(f.equal, f.declared) for f in found] == [(True, True)] * 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS if kernel.invariant_to])
 def test_guarantees_on_a_gpu(name: str) -> None:
