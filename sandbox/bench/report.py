@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import UnsupportedProblem
@@ -59,40 +58,6 @@ def bench_table(rows: Sequence[Row], against: str | None, width: int) -> Table:
         said = str(problem).replace(only, "") if only else str(problem)
         table.add_row(said, *cells, *("-" if ratio is None else times(ratio) for ratio in ratios))
     return table
-
-
-def in_parts(table: Table, width: int) -> list[Table]:
-    """The table itself if it fits `width` characters; else tables without a caption, each with the first column and as
-    many others as fit beside it. The first column is at most two thirds of the width."""
-    first, *others = table.columns
-    widths = [*map(_width_of, others)]
-    if _width_of(first) + sum(2 + n for n in widths) <= width or not others:
-        return [table]
-    problem = min(_width_of(first), 2 * width // 3)
-    parts: list[list[Column]] = []
-    left = 0
-    for column, n in zip(others, widths, strict=True):
-        if not parts or 2 + n > left:
-            parts.append([])
-            left = width - problem
-        parts[-1].append(column)
-        left -= 2 + n
-    return [_part(first, problem, columns) for columns in parts]
-
-
-def _width_of(column: Column) -> int:
-    cells = (str(cell) for cell in (column.header, *column.cells))
-    return max(cell_len(line) for cell in cells for line in cell.splitlines() or [""])
-
-
-def _part(first: Column, width: int, others: Sequence[Column]) -> Table:
-    part = Table(box=None, pad_edge=False, header_style="bold")
-    part.add_column(first.header, overflow="fold", min_width=width)
-    for column in others:
-        part.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow="fold")
-    for row in zip(first.cells, *(column.cells for column in others), strict=True):
-        part.add_row(*row)
-    return part
 
 
 def times(ratio: float) -> str:

@@ -26,7 +26,6 @@ from ..verify.suite import suite_of
 from .group import cli
 from .options import (
     SCORE_NAMES,
-    SEED,
     OutputPath,
     Scored,
     Seconds,
@@ -44,7 +43,7 @@ from .options import (
     score_options,
     shape_option,
 )
-from .output import exit_status, followed, print_json, save_page, say, screen
+from .output import exit_status, followed, print_json, save_page, say, screen, show_table
 
 
 @cli.command("bench")
@@ -66,7 +65,7 @@ from .output import exit_status, followed, print_json, save_page, say, screen
 )
 @click.option(
     "--seed",
-    type=SEED,
+    type=click.IntRange(0),
     help="Seed of sampled problems and of the inputs. Default: another one in each run, which is printed and stored in "
     "the rows; 0 for fixed problems.",
 )
@@ -236,13 +235,8 @@ def _show_rows(rows: list[dict[str, Any]], against: str | None, prefix: Path | N
     if as_json:
         print_json(rows)
     elif rows:
-        console, peer = screen(), bench_report.pick_peer(rows, against)
-        table = bench_report.bench_table(rows, peer, console.width)
-        parts = bench_report.in_parts(table, console.width)
-        for part in parts:
-            console.print(part, end="\n" * (len(parts) > 1))
-        if len(parts) > 1:
-            say(str(table.caption))
+        peer = bench_report.pick_peer(rows, against)
+        show_table(bench_report.bench_table(rows, peer, screen().width))
         for text in bench_report.notes(rows, peer):
             say(text)
     if prefix and rows:

@@ -12,17 +12,29 @@ from ..core.kernel import INVARIANCES
 from ..verify import bits
 from ..verify import check as checking
 from .group import cli
-from .options import SEED, backend_option, chosen_kernels, json_option, kernels_argument, parsed_tile, tile_option
-from .output import exit_status, followed, print_json, say, screen
+from .options import (
+    backend_option,
+    chosen_kernels,
+    json_option,
+    kernels_argument,
+    parsed_tile,
+    tile_option,
+)
+from .output import exit_status, followed, print_json, say, show_table
 
 
 @cli.command("bits")
 @kernels_argument
 @tile_option
 @backend_option
-@click.option("--change", multiple=True, type=click.Choice([*INVARIANCES]), help="Only this change; may be repeated.")
+@click.option(
+    "--change",
+    multiple=True,
+    type=click.Choice([*INVARIANCES]),
+    help=f"Only this change. Repeatable. {'; '.join(f'{name}: {what}' for name, what in INVARIANCES.items())}.",
+)
 @click.option("--invariant/--default", default=None, help="Only with invariant=True, or only without. Default: both.")
-@click.option("--seed", type=SEED, help="Of the inputs. Default: random; it is printed.")
+@click.option("--seed", type=click.IntRange(0), help="Of the inputs. Default: random; it is printed.")
 @click.option(
     "--page",
     type=click.Path(path_type=Path, exists=True, dir_okay=False, writable=True),
@@ -47,11 +59,11 @@ def bits_(
     if as_json:
         print_json({"seed": seed, "backend": device[0], "findings": found})
     else:
-        screen().print(bits.table_of(found))
+        show_table(bits.table_of(found))
         for finding in found:
             if finding.equal is False:
                 say(bits.sentence(finding))
-        say(f"seed {seed}, on {device[0]}; {bits.LEGEND}")
+        say(f"seed {seed}, on {device[0]}; {bits.LEGEND}{'; blank: not tried' if change else ''}")
     if page:
         bits.write_page(page, found, seed, device)
         say(f"wrote {page}", stderr=True)

@@ -31,7 +31,7 @@ from .options import (
     score_options,
     shape_option,
 )
-from .output import print_json, screen
+from .output import print_json, say, screen, show_table
 
 
 @cli.command("list")
@@ -70,7 +70,13 @@ def list_(
             more = [{"computes": k.operation.name, "tiles": [dict(t) for t in k.tiles]} for k in kernels]
             print_json([{f: getattr(k, f) for f in fields} | own for k, own in zip(kernels, more, strict=True)])
         else:
-            screen().print(_guarantees_table(kernels) if guarantees else _ladder_table(kernels))
+            if guarantees:
+                show_table(_guarantees_table(kernels))
+                say(_GUARANTEES)
+                for name, what in INVARIANCES.items():
+                    say(f"  {name:10}  {what}")
+            else:
+                screen().print(_ladder_table(kernels))
         return
     wanted = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
@@ -101,6 +107,7 @@ def _arch(name: str | None) -> Arch | None:
     return None if name == "cpu" else architectures.parse(name)
 
 
+_GUARANTEES = "yes: guaranteed by the spec; blank: no guarantee; -: does not apply. What may change:"
 _SIZES_WIDTH = 12  # wider lists of an operation's sizes would fold the last column
 
 

@@ -103,9 +103,6 @@ backend_option = click.option(
 )
 
 
-SEED = click.IntRange(0, 2**64 - 1)  # a seed of NumPy's and PyTorch's generators
-
-
 class Dtype(click.Choice[str]):
     """A dtype of q, k and v. PyTorch's name float8_e4m3fn is accepted."""
 

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from ..core.operation import OperationProblem
 from ..core.problem import Problem
 from ..pages import render
+from ..verify.report import in_parts
 
 T = TypeVar("T")
 
@@ -44,6 +46,18 @@ def screen() -> Console:
     # In a file or a pipe a table is as wide as needed unless COLUMNS is set; on a screen it folds.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     return _console(width=None if known else 200)
+
+
+def show_table(table: Table) -> None:
+    """Print a table; one that is too wide in parts."""
+    console = screen()
+    parts = in_parts(table, console.width)
+    for part in parts:
+        console.print(part)
+        if len(parts) > 1:
+            console.print()
+    if len(parts) > 1 and table.caption:
+        say(str(table.caption))
 
 
 def say(text: str | Text, **where: Any) -> None:

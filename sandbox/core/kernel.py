@@ -41,17 +41,17 @@ HOPPER_SMS = 132  # of an H100 or H200 (SXM): a wave of blocks if one block runs
 
 INVARIANCES = {  # what may change while the bits of a row stay the same (`Kernel.invariant_to`)
     "runs": "another launch",
-    "entries": "other batch entries: their values and lengths",
+    "entries": "values and lengths of other batch entries",
     "batch": "number of batch entries, and the position of the row's own",
     "heads": "number and order of heads",
-    "queries": "other queries: chunks of a prefill, decoding",
+    "queries": "other queries (chunks of a prefill, decoding)",
     "allocation": "keys allocated beyond key_lengths",
     "pages": "keys in pages instead of contiguous, and the order of the pages",
     "page_size": "keys per page",
     "ragged": "a ragged batch instead of a dense one",
-    "SMs": "number of SMs: BLOCKS of the tile",
+    "SMs": "number of SMs (BLOCKS of the tile)",
     "splits": "number of splits of the keys",
-    "cluster": "blocks per cluster: CLUSTER of the tile",
+    "cluster": "blocks per cluster (CLUSTER of the tile)",
     "strides": "strides and alignment of the tensors",
 }
 # `invariant_to` of a forward kernel without splits in which the bits of a row do not depend on other rows, nor on where

@@ -25,6 +25,7 @@ import sandbox
 from sandbox.cli import cli, output
 from sandbox.core import registry
 from sandbox.core.errors import CompileError
+from sandbox.core.kernel import INVARIANCES
 from sandbox.core.options import SHOWN
 from sandbox.cpu import build
 from sandbox.disassembly import costs
@@ -126,6 +127,14 @@ def test_list_of_guarantees() -> None:
     assert lines[0].split()[:3] == ["kernel", "runs", "entries"]
     (of_decode,) = [line.split() for line in lines if line.startswith("fwd_decode ")]
     assert of_decode == ["fwd_decode", "yes", "yes"]  # runs and strides
+    shown = " ".join(call("list", "--guarantees").stdout.split())
+    assert "yes: guaranteed by the spec; blank: no guarantee; -: does not apply." in shown
+    explained = " ".join(call("bits", "--help").stdout.split())
+    for name, what in INVARIANCES.items():
+        assert f"{name} {what}" in shown
+        assert f"{name}: {what}" in explained
+    narrow = call("list", "--guarantees", COLUMNS="80").stdout.splitlines()
+    assert [line.split()[1] for line in narrow if line.startswith("kernel ")] == ["runs", "page_size"]
     (row,) = [row for row in parsed("list") if row["name"] == "fwd_decode"]
     assert row["invariant_to"] == ["runs", "strides"]
 

@@ -117,7 +117,7 @@ def test_command(tmp_path: Path) -> None:
         (("append_kv",), "append_kv is not supported: bits compares rows of attention"),
         (("fwd_decode", "--invariant"), "fwd_decode: invariant=True is not supported"),
         (("fwd_mma", "--tile", "SUB_N=1"), "fwd_mma: tile SUB_N=1 lacks BLOCK_M, BLOCK_N"),
-        (("--seed", "-1"), "Invalid value for '--seed': -1 is not in the range 0<="),
+        (("--seed", "-1"), "Invalid value for '--seed': -1 is not in the range x>=0"),
         (("--page", "no.md"), "Invalid value for '--page': File 'no.md' does not exist"),
         (("--page", __file__), "does not contain the lines <!-- bits"),
     ],
