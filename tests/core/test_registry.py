@@ -52,6 +52,26 @@ def test_an_unknown_kernel_suggests_a_near_name() -> None:
     assert "fwd_minimal" in str(caught.value)
 
 
+def test_files_that_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `.cu` without a spec, a spec without a `.cu`, and a kernel of the working directory; no file."""
+    (tmp_path / "here").mkdir()
+    for file in ("my.cu", "spec.py", "here/course_01.cu", "here/course_01.py"):
+        (tmp_path / file).write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("SANDBOX_KERNELS", str(tmp_path))
+    for name, message in (
+        ("my", f"kernel 'my' is not known: {tmp_path}/my.cu has no my.py beside it"),
+        ("spec", f"{tmp_path}/spec.py has no spec.cu beside it"),
+        ("course_01", "course_01.cu is in the working directory: pass course_01.cu to a command, or set SANDBOX_K"),
+        ("course_01.py", "course_01.cu is in the working directory: pass course_01.cu"),
+        ("my.cu", "kernel 'my.cu' is not known: the kernels are"),
+        ("x" * 300, "the kernels are"),
+    ):
+        with pytest.raises(UnknownKernel) as caught:
+            registry.get(name)
+        assert message in str(caught.value)
+
+
 def test_an_unknown_kernel_of_a_computation_lists_only_its_kernels() -> None:
     with pytest.raises(UnknownKernel, match=r"the kernels are bwd_minimal, bwd_block2d, [^f]*$"):
         registry.get("zzz", "backward")
