@@ -38,6 +38,13 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     return nondeterministic.supports(p, arch)
 
 
+def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """As `bwd_wgmma`, but without OVERLAP a consumer releases Q in the same iteration, so one stage suffices."""
+    assert nondeterministic.check_tile
+    stages = max(t.STAGES, 2) if t.OVERLAP == OFF else t.STAGES
+    return nondeterministic.check_tile(p, Tile(**dict(t) | {"STAGES": stages}), arch)
+
+
 scheduler, postprocess = nondeterministic.then
 kernel = replace(
     nondeterministic,
@@ -46,6 +53,7 @@ kernel = replace(
     default=False,
     ragged=False,
     supports=supports,
+    check_tile=check_tile,
     rank=lambda p, t: 0,
     tiles=tuple(dict.fromkeys(tile for D in WIDTHS for tile in reversed(tiles(D).values()))),
     then=(replace(scheduler, name="bwd_ladder_scheduler"), replace(postprocess, name="bwd_ladder_postprocess")),
