@@ -75,7 +75,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
 // recomputed. Each sum belongs to one thread: results are deterministic.
 //
 // clang-format off
-//   16 x 16 threads, each with every 16th row and column of the tile. Q and K, then dO and V, are loaded STEP columns at a time, as fp32:
+//   16 x 16 threads, each with every 16th row and column of the tile. Q and K, then dO and V, are loaded STEP columns
+//   at a time, as fp32:
 //   A_smem [BIAS_M][STEP + 1]   rows of Q or dO          X_smem [BIAS_N][STEP + 1]   rows of K or V
 // clang-format on
 

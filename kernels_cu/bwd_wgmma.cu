@@ -5,23 +5,22 @@
 // computes S^T = K Q^T and dP^T = V dO^T, so that the accumulators of P^T and dS^T are in the layout of an A operand.
 // delta = rowsum(dO * O), from bwd_preprocess.
 // clang-format off
-//   warp 0        loads K and V once, Q and dO per m_block     STAGES tiles of Q and of dO, each with a full and an empty mbarrier
-//   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    dQ-store warps, BLOCK_N = 128: TMA stores or adds one consumer's dQ from shared memory to dQ_accum in L2
-//   consumers     S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K
-//     wgmmas      S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, HEAD_DIM <= 128; S1: S^T of m_block 1
-//     others          | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong: one consumer
-//                                                                                   at a time executes | P dS |
-//
-//   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM in 129 ... 192 and
-//     HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers, and the wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...
+//   warp 0      loads K and V once, Q and dO per m_block (STAGES tiles of each, with a full and an empty mbarrier)
+//   warp 1      loads LSE and delta per m_block
+//   warps 2, 3  dQ-store warps (BLOCK_N = 128): TMA stores or adds one consumer's dQ from shared memory to dQ_accum
+//   consumers   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K       S1: S^T of m_block 1
+//     wgmmas    S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, HEAD_DIM <= 128
+//     others        | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong:
+//                                                                                 one consumer at a time is in | P dS |
+//   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM 129 ... 192
+//     with HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers, and the wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...
 //     (bwd_consumer_narrow_v.cuh).
-//   BLOCK_N = 64 (other HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns of dK, dV and dQ
-//     (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ... It adds dQ to dQ_accum from registers
-//     (red.global.add); warps 2 and 3 do nothing or, if DETERMINISTIC, order these additions.
-//
-//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | P [2][BLOCK_M][BLOCK_N], if BLOCK_N = 64 |
-//                  dQ, if BLOCK_N = 128 | bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
+//   BLOCK_N = 64 (other HEAD_DIM > 128): a consumer owns half of the queries of P^T and dS^T, and half of the columns
+//     of dK, dV and dQ (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ... It adds dQ to
+//     dQ_accum from registers (red.global.add); warps 2 and 3 do nothing or, if DETERMINISTIC, order these additions.
+//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] |
+//                  dQ if BLOCK_N = 128, P [2][BLOCK_M][BLOCK_N] if 64 |
+//                  bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 // The first block that reaches a dQ tile stores, the others add in any order: the last bits of dQ vary between runs,
 // those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
@@ -90,9 +89,9 @@ static_assert(!BIAS || HEAD_DIM <= 128, "a bias exceeds shared memory beyond HEA
 static_assert(!DETERMINISTIC || !(RAGGED || Head::HAS_BLOCK_MAP),
               "DETERMINISTIC supports no block map (semaphore targets are computed from ranges) and no ragged batch");
 
-// If FIRST_BLOCK_STORES and without a mask, each block starts its m_block loop at row n0 (its first key's index) and
-// wraps around. The blocks of a head, which start together, then work on different dQ tiles and rarely wait for a first
-// store. Blocks with n0 >= Sq start at row 0.
+// If FIRST_BLOCK_STORES, without causality, window and block map, each block starts its m_block loop at row n0 (its
+// first key's index) and wraps around. The blocks of a head, which start together, then work on different dQ tiles and
+// rarely wait for a first store. Blocks with n0 >= Sq start at row 0.
 constexpr bool ROTATED = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::HAS_BLOCK_MAP;
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
 
@@ -325,9 +324,9 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 }
 #endif
 
-// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp, and clears the tile
-// counter and the semaphores. Without this entry point each block of bwd_wgmma would search for its own work tile,
-// which takes 1 us. It is launched before bwd_preprocess and overlaps with it.
+// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp, and clears the
+// semaphores, with the tile counter before them. Without this entry point each block of bwd_wgmma would search for its
+// own work tile, which takes 1 us. It is launched before bwd_preprocess and overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,

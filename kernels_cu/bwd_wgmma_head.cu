@@ -8,12 +8,13 @@
 // clang-format off
 //   warp 0        loads Q and dO per m_block, and K and V of the next n_block as soon as their tiles are free
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    dQ-store warps: each stores one consumer's dQ; stores of an n_block are complete before those of the next start
-//   consumers     tiles as in bwd_wgmma with BLOCK_M = 128. The wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...; a turn of the ping-pong is P
-//                 alone. dQ of an m_block is computed in the next iteration of the same n_block.
+//   warps 2, 3    dQ-store warps: each stores one consumer's dQ; stores of an n_block are complete before those of the
+//                 next one start
+//   consumers     tiles as in bwd_wgmma with BLOCK_M = 128. The wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...; a turn of the
+//                 ping-pong is P alone. dQ of an m_block is computed in the next iteration of the same n_block.
 //
-//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N], in the epilogue dK and dV | dQ |
-//                  LSE, delta | mbarriers
+//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N], in the epilogue dK and dV |
+//                  dQ | LSE, delta | mbarriers
 // clang-format on
 //
 // It is faster than bwd_wgmma if Q, dO and dQ_accum of all resident heads (one per SM) fit in L2 (132 heads of 512

@@ -8,10 +8,11 @@
 // wgmmas of two loop bodies.
 //
 // clang-format off
-//   warp 0        tile scheduler: fetches and publishes work tiles; loads Q and dO per m_block, K and V with the first m_block
+//   warp 0        tile scheduler: fetches and publishes work tiles; loads Q and dO per m_block, K and V with the first
+//                 m_block
 //   warp 1        loads LSE and delta per m_block
 //   warps 2, 3    store warps: each stores one consumer's staging buffer, which contains dQ, dV or dK
-//   consumers     as bwd_wgmma with BLOCK_M = 128, but a turn of the ping-pong includes the store of dS to shared memory
+//   consumers     as bwd_wgmma with BLOCK_M = 128, but a turn of the ping-pong includes the store of dS
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | staging [2] | LSE, delta |
 //                  second K [BLOCK_N] | mbarriers, work tiles, `StagedStore` descriptions

@@ -70,7 +70,7 @@ struct ConsumerWarpgroup {
     const unsigned warp, lane;
     const int g, q;
     const float scale_log2;
-    const Head& group_head;       // all heads of the work tile have its mask
+    const Head& group_head;       // all heads of the work tile have its ranges of keys
     float* const warp_stats;      // [4][BLOCK_M], in shared memory
     float (&m)[ROWS_PER_THREAD];  // a raw score, equal in all lanes that have the row
     float (&S)[ACCUMULATORS], (&O_acc)[Values::SLABS][ACCUMULATORS];
@@ -117,7 +117,7 @@ struct ConsumerWarpgroup {
         for (int slab = 0; slab < Values::SLABS; ++slab) warpgroup_fence_operand(O_acc[slab]);
     }
 
-    // Raw scores (in units of the dot product); -INF where masked.
+    // Raw scores (score_mod.cuh); -INF where masked.
     __device__ __forceinline__ void score_mod_and_mask(const PackedWorkTile& work_tile, int key) const {
         const int q_opaque = opaque(q);  // hides that it is loop-invariant: saves registers
 #pragma unroll
@@ -224,7 +224,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
     named_barrier_sync(BARRIERS_READY, THREADS);  // the mbarriers are initialised before they are used
 #pragma unroll 1
     for (;;) {
-        const Head group_head(score, work_tile.b, work_tile.h * group);  // all heads of the work tile have its mask
+        const Head group_head(score, work_tile.b, work_tile.h * group);  // all heads have its ranges of keys
         const Range fully_visible = group_head.fully_visible_keys(work_tile.first_query, work_tile.end_of_queries());
         // l: this thread's part of the row sum
         float m[ROWS_PER_THREAD], l[ROWS_PER_THREAD];

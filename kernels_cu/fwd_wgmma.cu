@@ -287,9 +287,9 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }
 
-// Sets the tile counter of a dynamic order (ragged, block map) to 0. Launched before fwd_wgmma, which starts meanwhile
-// (programmatic dependent launch): a block's first work tile has index blockIdx.x, and the scheduler warp waits for
-// fwd_wgmma_clear before it draws the second one.
+// Sets the tile counter of a dynamic order to 0; launched before fwd_wgmma. In a ragged batch, fwd_wgmma starts
+// meanwhile (programmatic dependent launch): a block's first work tile has index blockIdx.x, and the scheduler warp
+// waits for fwd_wgmma_clear before it draws the second one. With a block map, fwd_wgmma waits when it starts.
 extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_counter,
                                                                  const __grid_constant__ Score score) {
     clear_tile_counter(tile_counter, score);
@@ -302,7 +302,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
     const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
-    const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows
+    const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows, or PAGE_BOX (fwd_load.cuh)
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
     const __grid_constant__ TensorMap bias_map,    // boxes of 64 rows, if BIAS_TILES

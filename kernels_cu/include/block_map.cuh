@@ -3,7 +3,8 @@
 // 2024, arXiv:2412.05496). Causality, windows and lengths are not in the map: mask.cuh computes their ranges.
 //
 // clang-format off
-//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][words, words, MAP_M * 16 * words],    words = 4 * ceil(Sk / (4 * 32 * MAP_N))
+//   block_map [B or 1][H or 1][ceil(Sq / MAP_M) or 1][words, words, MAP_M * 16 * words]
+//                                                     words = 4 * ceil(Sk / (4 * 32 * MAP_N))
 // clang-format on
 //
 // One bit per block, 32 per word; the tiles of all kernels consist of whole blocks. A row of the map has `words` words

@@ -5,7 +5,7 @@
 // clang-format off
 //   cluster_arrive();                         this block has started
 //   ...
-//   cluster_wait();                           all blocks of the cluster have started: their shared memory may be accessed
+//   cluster_wait();                           all blocks of the cluster have started: DSMEM may be accessed
 //   map_shared_rank(pointer, rank)[i] = x;    a store to DSMEM
 //   cluster_sync();                           the stores of all blocks are visible
 // clang-format on

@@ -6,7 +6,7 @@
 
 // dQ_accum, in elements of 4 bytes:
 //
-//   0                     tile counter (fetch_tile_number)
+//   0                     tile counter, read only if DETERMINISTIC (fetch_tile_number)
 //   SEMAPHORES_INDEX      two semaphores per dQ tile, one per consumer
 //   accumulators_index    the dQ tiles (bwd_tiles.cuh), aligned to ACCUM_ALIGNMENT: an L2 line of 128 bytes or, if
 //                         consumers add themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time

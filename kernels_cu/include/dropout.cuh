@@ -7,11 +7,11 @@
 // per element:
 //
 // clang-format off
-//   queries along rows (forward)              keys along rows (backward: S^T)
-//     word 0: row g,     keys 2q, 2q+1          the bits of element (g, 2q) of S^T are drawn by lane 4 (2q) + g / 2, those of
-//     word 1: row g + 8, keys 2q, 2q+1          (g, 2q + 1) by lane 4 (2q + 1) + g / 2; half-word g % 2. Lanes l and l ^ 4
-//     word 2: row g,     keys 2q+8, 2q+9        (rows g and g ^ 1) need the same two calls: one uses all low, the other all high
-//     word 3: row g + 8, keys 2q+8, 2q+9        half-words. Each lane makes one call, and the two lanes exchange half-words.
+//   queries along rows (forward)            keys along rows (backward: S^T)
+//     word 0: row g,     keys 2q, 2q+1        the bits of element (g, 2q) of S^T are drawn by lane 4 (2q) + g / 2,
+//     word 1: row g + 8, keys 2q, 2q+1        those of (g, 2q + 1) by lane 4 (2q + 1) + g / 2; half-word g % 2. Lanes l
+//     word 2: row g,     keys 2q+8, 2q+9      and l ^ 4 (rows g and g ^ 1) need the same two calls: one uses all low,
+//     word 3: row g + 8, keys 2q+8, 2q+9      the other all high half-words. Each makes one call, and they exchange.
 // clang-format on
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own

@@ -60,7 +60,7 @@ using dtype_o = dtype;
 using dtype_o = float;
 #elif defined(DTYPE_O_float16)
 using dtype_o = __half;
-#elif defined(DTYPE_O_bfloat16)  // no #else: a kernel of a sandbox.Operation has no dtype of O
+#elif defined(DTYPE_O_bfloat16)  // no #else: kernels of other operations (docs/custom-operations.md) have none
 using dtype_o = __nv_bfloat16;
 #endif
 

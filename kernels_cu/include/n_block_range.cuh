@@ -28,10 +28,10 @@ constexpr bool STAGGERED =
 
 // SCHEDULE_LATE: in ragged batches, the load warp releases the scheduler's stage after the load of K of the second to
 // last key tile, not when the work tile starts, so that the block draws its next work tile late. A work tile that is
-// drawn early waits for this block, although another block may be idle (20 documents: +9%, 8 sequences of 2048 rows at
-// D = 256: +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers have released
-// earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the next work tile: otherwise
-// both could wait for each other.
+// drawn early waits for this block, although another block may be idle (20 sequences of 21 ... 6192 rows: +9%, 8 of
+// 2048 rows at D = 256: +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers
+// have released earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the next work
+// tile: otherwise both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
 
 // KEY_SPLITS: key tiles of a range of keys (key_splits.cuh). fwd_wgmma.py has the same RANGE_KEYS.

@@ -128,7 +128,7 @@ struct Score {
     int diagonal;  // key i + diagonal is on the diagonal of query i (Sk - Sq: bottom-right, 0: top-left)
     float scale;
 #if WINDOW
-    int left, right;  // visible keys: i + diagonal - left .. i + diagonal + right, inclusive; causal: right <= 0
+    int left, right;  // visible keys: i + diagonal - left .. i + diagonal + right, inclusive; causal: right is not read
 #endif
 #if SOFTCAP
     float softcap;

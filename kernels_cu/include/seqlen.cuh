@@ -2,7 +2,7 @@
 // here:
 //
 // clang-format off
-//   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   the batch entry and first row of a block's tile
+//   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   batch entry and first row of a tile
 //   if (RAGGED && tile.invalid()) return;
 //   const Head head(score, tile.b, h);                                         head.Sq, head.Sk, head.query(Q, h, i)
 // clang-format on

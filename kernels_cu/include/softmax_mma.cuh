@@ -1,5 +1,5 @@
 // Online softmax of mma.sync accumulators, with deferred rescaling (softmax_rows.cuh): after the first tiles a step
-// costs one vote instead of shuffles and HEAD_DIM / 4 multiplications per row.
+// costs one vote instead of shuffles and HEAD_DIM_V / 4 multiplications per lane and row.
 //
 // A warp has M_TILES tiles of 16 query rows; a lane has rows g and g + 8 (half 0 and 1) of each, g = lane / 4, and
 // columns 2q and 2q + 1 of every 8, q = lane % 4 (ptx.cuh). Scores are raw (score_mod.cuh).

@@ -1,4 +1,5 @@
-// Tiles in shared memory with the 128-byte swizzle of TMA, wgmma and stmatrix. Elements of 16 bits, or of 8 (float8).
+// Tiles in shared memory with the 128-byte swizzle of TMA and wgmma; `chunk` has the addresses for stmatrix and
+// ldmatrix. Elements of 16 bits, or of 8 (float8).
 // clang-format off
 //
 //   a tile (ROWS x COLUMNS) is slabs of 64 columns:    slab 0: [ROWS][64]   slab 1: [ROWS][64]   ...   one TMA box each
@@ -46,8 +47,8 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads ROWS rows through a map of five dimensions (tma.cuh) to `tile`, which begins at a row that is a multiple of
-    // 8. The barrier must already expect the bytes of all rows.
+    // Loads one box of each slab through a map of five dimensions (tma.cuh), of as many rows as the map's box. `tile`
+    // is the first row's address in slab 0; the row is a multiple of 8. The barrier must already expect the bytes.
     static __device__ __forceinline__ void load_5d(SmemAddr tile, const TensorMap& map, int s, int h, int b,
                                                    SmemAddr barrier) {
 #pragma unroll

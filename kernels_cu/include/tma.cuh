@@ -71,7 +71,8 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // In a ragged batch, and for keys in pages, the map has five dimensions. The row of the tensor is end + s: coordinate b
 // is the row `end` at which the sequence (or the keys of a page) ends, and s = -1, -2, ... counts backwards from it.
 // Rows from s = 0 on are out of bounds: their coordinate 1 is at least RAGGED_OFFSET, its size. The coordinates of the
-// other dimensions are always in bounds. Coordinates must not be negative:
+// other dimensions are always in bounds. RAGGED_OFFSET is added to s, since a negative coordinate would be out of
+// bounds:
 //
 //   dimension     0        1                    2           3           4
 //   coordinate    d        s + RAGGED_OFFSET    h           end         RAGGED_OFFSET

@@ -137,8 +137,8 @@ WGMMA(256, L128, OUT(D64(0), D64(64)), "%128", "%129", "%130", "%131", "%132", "
 #undef WGMMA
 #undef OUT
 
-// D = A B, or D += A B, in fp32, by a warpgroup: A (64 x 16) and B (16 x N), N = 2 R, in either order. Accumulators and
-// A's registers must not be accessed before wgmma_wait and warpgroup_fence_operand.
+// D = A B, or D += A B, in fp32, by a warpgroup: A (64 x 16) and B (16 x N), N = 2 R, in either order. Accumulators
+// must not be accessed before wgmma_wait and warpgroup_fence_operand, A's registers not before wgmma_wait.
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 __device__ __forceinline__ void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate) {
     Wgmma<R>::template ss<A_ORDER == Order::MN_MAJOR, B_ORDER == Order::MN_MAJOR>(d, a, b, accumulate);
