@@ -1,0 +1,57 @@
+"""Limits of CUDA sources and the vocabulary: what outgrows one needs another place, not another limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from project import ROOT
+
+KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
+SOURCES = sorted([*(ROOT / "kernels_cu").rglob("*.cu*"), *(ROOT / "sandbox/cpu").rglob("*.[ch]*")])
+COLUMNS = 120  # also inside diagrams, which clang-format leaves alone
+HEAD_LINES = 30
+FUNCTION_LINES = 100
+LONGER = {  # {file: lines of its longest function}
+    "fwd_decode_wgmma.cu": 140,  # the entry point: divided into functions, ptxas gives other code
+    "block_map.cu": 116,  # no rung of the ladder
+}
+
+
+def id_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def functions(lines: list[str]) -> Iterator[int]:
+    """The number of lines of each device function's body: clang-format puts the last brace below the first word."""
+    for n, line in enumerate(lines):
+        if re.search(r"\b__(?:global|device)__\b.*[({,]$", line):
+            indent = line[: len(line) - len(line.lstrip())]
+            begin = next(at for at in range(n, len(lines)) if lines[at].endswith("{"))
+            yield next(at for at in range(begin, len(lines)) if lines[at] == f"{indent}}}") - begin + 1
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=id_of)
+def test_columns(file: Path) -> None:
+    assert [line for line in file.read_text().splitlines() if len(line) > COLUMNS] == []
+
+
+@pytest.mark.parametrize("file", KERNELS, ids=id_of)
+def test_lines_of_a_kernel(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert len(lines) <= (400 if file.name.startswith("bwd_") or "fp8" in file.name else 350)
+    head = next(n for n, line in enumerate(lines) if not line.startswith("//"))
+    assert head <= HEAD_LINES
+    assert max(functions(lines)) <= LONGER.get(file.name, FUNCTION_LINES)
+
+
+def test_the_longest_functions_are_found() -> None:
+    for name, longest in LONGER.items():
+        assert max(functions((ROOT / "kernels_cu" / name).read_text().splitlines())) == longest
+
+
+def test_entries_of_the_vocabulary() -> None:
+    rows = re.findall(r"^\| ", (ROOT / "VOCABULARY.md").read_text(), re.MULTILINE)
+    assert len(rows) - 2 <= 45  # without the two lines of the head
