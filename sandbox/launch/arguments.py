@@ -24,7 +24,7 @@ from .tensor_maps import Box, Encode, Tensor, TensorMap, box_of, encode_for_host
 
 
 class View(ctypes.Structure):
-    """`View<T>` of include/tensor.cuh: a (B, H, S, D) tensor with unit stride in D; strides in elements."""
+    """`View<T>` of include/view.cuh: a (B, H, S, D) tensor with unit stride in D; strides in elements."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

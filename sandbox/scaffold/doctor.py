@@ -42,7 +42,7 @@ _TOOLS = {
 _READERS = {  # programs that open the output files, here or elsewhere
     "pages: --html": "any browser, without a network",
     "traces: timeline --trace": "ui.perfetto.dev, chrome://tracing",
-    "reports: profile": "Nsight Compute and Nsight Systems; as text with profile --show",
+    "reports: profile": "Nsight Compute and Nsight Systems; as text with profile KERNEL --show",
 }
 
 
