@@ -273,17 +273,20 @@ class Problem:
 
         return tuple(part(*pair) for pair in self.lengths)
 
-    def one_entry(self, H: int, Hk: int, Sq: int, Sk: int) -> Problem:
-        """A problem with the same dtypes, head dimensions and options, of one dense batch entry with these sizes."""
+    def one_entry(self, size: int = 0) -> Problem:
+        """A dense problem of one batch entry with the same dtypes, head dimensions and options. `size`: it has one head
+        and as many queries and keys, and its arrays one element; 0: heads, lengths and arrays stay, except for B."""
+        sizes = dict.fromkeys("bhij" if size else "b", 1)
         fields: dict[str, Any] = {"ragged": (), "lengths": (), "page_size": 0, "pages": 0, "key_lengths": False}
         fields |= {
-            name: (1,) * len(shape)
+            name: tuple(sizes.get(axis, n) for n, axis in zip(shape, array.axes[-len(shape) :], strict=True))
             for name, array in ARRAYS.items()
             if array.shape_is_field and (shape := getattr(self, name))
         }
         fields |= {"descale": tuple(n if isinstance(n, float) else (1, 1) for n in self.descale)}
         fields |= {"alignment": 16, "mappable": True, "bias_boxes": True, "latent": False, "part": ""}
-        return dataclasses.replace(self, B=1, H=H, Hk=Hk, Sq=Sq, Sk=Sk, **fields)
+        fields |= {"H": 1, "Hk": 1, "Sq": size, "Sk": size} if size else {}
+        return dataclasses.replace(self, B=1, **fields)
 
     @cached_property
     def options(self) -> frozenset[str]:

@@ -125,14 +125,14 @@ _SIZE = 4096  # queries and keys of the problem for a choice that must not depen
 
 def deciding(problem: Problem, computes: object) -> Problem:
     """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: one
-    batch entry with the same dtypes, head dimensions and options, so that the choice does not depend on the batch; a
-    dense backward keeps heads and lengths. A forward chooses its tile for `problem`: `Kernel.invariant_tile` fixes the
-    numbers of the tile that affect the bits of a row."""
+    batch entry with the same dtypes, head dimensions and options, so that the choice does not depend on the batch. A
+    dense backward keeps heads, lengths and the shapes of a bias and a mask. A forward chooses its tile for `problem`:
+    `Kernel.invariant_tile` fixes the numbers of the tile that affect the bits of a row."""
     if not problem.invariant or computes not in ("forward", "backward"):
         return problem
     if computes == "forward" or problem.ragged:
-        return problem.one_entry(1, 1, _SIZE, _SIZE)
-    return problem.one_entry(problem.H, problem.Hk, problem.Sq, problem.Sk)
+        return problem.one_entry(_SIZE)
+    return problem.one_entry()
 
 
 def _fitted(tile: Tile, multiprocessors: int) -> Tile:

@@ -13,6 +13,7 @@ import pytest
 import sandbox
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.options import SHOWN
 from sandbox.engine import choose
 from sandbox.spec import Problem, Tile
 
@@ -221,16 +222,44 @@ def test_kernel_and_tile_follow_from_dtype_widths_and_options() -> None:
         choose.choose_kernel(odd, "forward", (9, 0))
 
 
-def test_backward() -> None:
-    """dQ, dK and dV of a batch entry do not depend on the other entries."""
-    s = Sequences((140, 140), 4, 2, 64, "cpu", torch.bfloat16)
+N = 70  # queries and keys: two tiles
+BACKWARD_OPTIONS: dict[str, dict[str, Any]] = {  # of two batch entries with four heads
+    "causal": {"causal": True},
+    "softcap": {"softcap": 2.0},
+    "window": {"window": (9, 3)},
+    "sink": {"sink": torch.linspace(-1, 1, 4)},
+    "alibi": {"alibi": torch.linspace(0.1, 0.4, 4)},
+    "alibi per batch entry": {"alibi": torch.linspace(0.1, 0.4, 8).reshape(2, 4)},
+    "bias": {"bias": torch.linspace(-1, 1, 8 * N * N).reshape(2, 4, N, N).bfloat16()},
+    "row bias": {"bias": torch.linspace(-1, 1, N).reshape(1, 1, 1, N).bfloat16()},
+    "mask": {"mask": torch.arange(2 * N * N).reshape(2, 1, N, N) % 3 > 0},
+    "padding": {"mask": torch.arange(2 * N).reshape(2, 1, 1, N) % N < 50},
+    "key_lengths": {"key_lengths": torch.tensor([13, 61], dtype=torch.int32)},
+    "score": {"score": sandbox.Score("x - 0.1f * abs(i - j)", mask="j <= i + 2")},
+    "dropout": {"dropout": 0.3, "seed": torch.tensor([5])},
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_OPTIONS)
+def test_backward(name: str) -> None:
+    """dQ, dK and dV of a batch entry do not depend on the other entries. Dropout depends on the entry's index."""
+    options = BACKWARD_OPTIONS[name]
+    entry = slice(0, 1) if name == "dropout" else slice(1, 2)
+    own = {key: x[entry] if torch.is_tensor(x) and len(x) == 2 else x for key, x in options.items()}
+    s = Sequences((N, N), 4, 2, 64, "cpu", torch.bfloat16)
     dout = torch.randn(s.q.shape, generator=torch.Generator().manual_seed(1)).to(s.q.dtype)
-    out, lse = sandbox.attention_forward(s.q, s.k, s.v, causal=True, invariant=True)
+    out, lse = sandbox.attention_forward(s.q, s.k, s.v, invariant=True, **options)
     arrays = dout, s.q, s.k, s.v, out, lse
-    whole = sandbox.attention_backward(*arrays, causal=True, invariant=True)
-    alone = sandbox.attention_backward(*(x[1:2] for x in arrays), causal=True, invariant=True)
-    for x, y in zip(whole, alone, strict=True):
-        assert torch.equal(x[1:2], y)
+    whole = sandbox.attention_backward(*arrays, invariant=True, **options)
+    alone = sandbox.attention_backward(*(x[entry] for x in arrays), invariant=True, **own)
+    for x, y in zip(whole[:3], alone[:3], strict=True):
+        assert torch.equal(x[entry], y)
+
+
+def test_every_option_is_in_the_test_of_the_backward() -> None:
+    forward_only = {"ragged", "page_size", "kv_dtype", "descale"}  # or, for ragged, another function
+    tested = {key for options in BACKWARD_OPTIONS.values() for key in options}
+    assert {option.name for option in SHOWN} - forward_only - {"invariant"} <= tested
 
 
 def test_in_the_slot() -> None:
