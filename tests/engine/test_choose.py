@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from project import check_stored, digest, drawn_problem, is_stored
@@ -44,6 +45,26 @@ ATTENTION = {name: kernel for name, kernel in registry.kernels().items() if not 
 def test_backward_kernels_of_one_rung(problem: Problem, deterministic: bool, name: str) -> None:
     """The general kernel comes before its variants, whatever the names; a variant comes first for its own problems."""
     assert choose.choose_kernel(problem, "backward", HOPPER, deterministic).name == name
+
+
+@pytest.mark.parametrize("options", [{"bias": (1, 16, 512, 512)}, {"bias": (1, 1, 512, 512)}, {"alibi": (16,)}])
+def test_an_invariant_backward_has_the_kernel_and_tile_of_the_deterministic_one(options: dict[str, Any]) -> None:
+    """For every number of batch entries, also of the bias."""
+    one = Problem(1, 16, 512, 512, 128, Hk=4, dtype="bfloat16", **options)
+    expected = choose.choose_kernel(one, "backward", HOPPER, deterministic=True)
+    assert expected.name == "bwd_wgmma_deterministic"
+    per_entry = {name: (64, 16) if name == "alibi" else (64, *shape[1:]) for name, shape in options.items()}
+    for p in (one, dataclasses.replace(one, B=64), dataclasses.replace(one, B=64, **per_entry)):
+        invariant = dataclasses.replace(p, invariant=True)
+        assert choose.choose_kernel(invariant, "backward", HOPPER) is expected
+        assert choose.choose_tile(expected, invariant, HOPPER) == choose.choose_tile(expected, one, HOPPER)
+
+
+def test_an_invariant_backward_refuses_a_bias_that_tma_cannot_copy() -> None:
+    """Its layout must not choose another kernel."""
+    p = Problem(2, 4, 512, 512, 128, dtype="bfloat16", bias=(2, 4, 512, 512), bias_boxes=False, invariant=True)
+    with pytest.raises(UnsupportedProblem, match=r"TMA cannot copy .* must not choose another kernel"):
+        choose.choose_kernel(p, "backward", HOPPER)
 
 
 @pytest.mark.parametrize("name", registry.kernels())
