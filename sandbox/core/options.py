@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .block_map import by_pair
@@ -406,11 +406,20 @@ ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axe
 # computed as query rows of one head if Sq is 1 (packed GQA).
 SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
-SHOWN = tuple(
-    BY_NAME[name] for name in
-    ("window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "kv_dtype", "descale",
-     "score", "dropout", "invariant")
-)  # fmt: skip  # in the order of texts, command-line flags and cases
+_FIRST = (  # stored results have texts in this order
+    "window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "kv_dtype", "descale",
+    "score", "dropout", "invariant",
+)  # fmt: skip
+_PARTS = frozenset(("seed", "block_map"))  # of dropout and of a mask: no fields of Problem
+
+
+def shown(options: Iterable[Option]) -> tuple[Option, ...]:
+    """The options in the order of texts, command-line flags and cases: those in `_FIRST`, then all others."""
+    found = (option for option in options if option.name not in _PARTS)
+    return tuple(sorted(found, key=lambda option: (*_FIRST, option.name).index(option.name)))
+
+
+SHOWN = shown(OPTIONS)
 
 
 def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:

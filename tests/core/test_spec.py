@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from project import ROOT, check_stored, digest, drawn_problem
 
-from sandbox.core import registry
+from sandbox.core import options, registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
 
@@ -485,6 +485,12 @@ def test_each_option_is_part_of_a_problem(name: str) -> None:
     assert again.as_json() == p.as_json()
     assert str(again) == str(p)
     assert pickle.loads(pickle.dumps(p)) == p
+
+
+def test_a_new_row_is_shown() -> None:
+    """Flags, texts, cases and Problem.options follow from the row alone."""
+    new = options.Option(name="new")
+    assert options.shown((new, *options.OPTIONS)) == (*options.SHOWN, new)
 
 
 def test_a_plain_problem_is_stored_as_ever() -> None:
