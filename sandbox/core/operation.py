@@ -256,7 +256,7 @@ class Operation:
         """Bytes that one call must move."""
         if self.nbytes:
             return self.nbytes(problem)
-        return sum(tensor.nbytes(problem) for tensor in self.tensors.values())
+        return sum(tensor.nbytes(problem) for tensor in (*self.inputs.values(), *self.outputs.values()))
 
     def flops_of(self, problem: OperationProblem) -> int:
         """Operations of one call; 0 if the spec does not say."""

@@ -340,6 +340,12 @@ def test_arguments_that_do_not_match_the_source(tmp_path: Path) -> None:
     )
 
 
+def test_a_tensor_updated_in_place_is_read_and_written() -> None:
+    x, y = Tensor("M", dtype="float32"), Tensor("M", dtype="int32")
+    add = Operation(dims=("M",), inputs={"x": x, "y": y}, outputs={"x": x}, reference=lambda x, y: x + y, name="add")
+    assert add.bytes_of(add.problem("8", "float32")) == 3 * 8 * 4
+
+
 def test_no_case_is_supported() -> None:
     kernel = spec(supports=lambda p, arch: "never")
     with pytest.raises(SpecError, match="mine: no small problem is supported, for example mine: never: give `cases`"):
