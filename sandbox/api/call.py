@@ -105,13 +105,17 @@ def append_kv(
         check_dimensions(name, x, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
     check_dimensions("key_lengths", key_lengths, "(B,)")
     check_int32("key_lengths", key_lengths)
+    if packed:
+        check_dimensions("cu_seqlens", cu_seqlens, "(B + 1,)")
+        check_int32("cu_seqlens", cu_seqlens)
+    if not dense:
+        check_dimensions("block_table", block_table, "(B, max_pages)")
+        check_int32("block_table", block_table)
     _check_append_shapes(k_new, v_new, k_pages, v_pages, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
     empty = key_lengths[:0]  # the kernel then has no table (dense caches), or no offsets (rows are not packed)
     if packed:
-        check_int32("cu_seqlens", cu_seqlens)
         k_new, v_new = (x.swapaxes(0, 1)[None] for x in (k_new, v_new))
     if not dense:
-        check_int32("block_table", block_table)
         k_pages, v_pages = (x.swapaxes(1, 2) for x in (k_pages, v_pages))
     check_append(k_new, k_pages, block_table, key_lengths, cu_seqlens)
     table, offsets = empty.reshape(0, 0) if dense else block_table, cu_seqlens if packed else empty

@@ -111,8 +111,26 @@ def test_a_step_of_a_server() -> None:
         ),
         ({"cu_seqlens": np.array([0, 9, 3, 13], np.int32)}, LaunchError, r"cu_seqlens decreases from 9 to 3 at cu_s"),
         ({"cu_seqlens": np.array([0, 9, 9, 15], np.int32)}, LaunchError, r"cu_seqlens\[3\] is 15, beyond the last"),
-        ({"cu_seqlens": OFFSETS[:, None].copy()}, UnsupportedProblem, r"cu_seqlens has shape \(4, 1\)"),
-        ({"block_table": np.zeros(B * MOST, np.int32)}, UnsupportedProblem, r"block_table has shape \(12,\)"),
+        (
+            {"cu_seqlens": OFFSETS[:, None].copy()},
+            UnsupportedProblem,
+            r"cu_seqlens has shape \(4, 1\): it must be \(B \+ 1,\)",
+        ),
+        (
+            {"cu_seqlens": np.array(0, np.int32)},
+            UnsupportedProblem,
+            r"cu_seqlens has shape \(\): it must be \(B \+ 1,\)",
+        ),
+        (
+            {"block_table": np.zeros(B * MOST, np.int32)},
+            UnsupportedProblem,
+            r"block_table has shape \(12,\): it must be \(B, max_pages\)",
+        ),
+        (
+            {"block_table": np.array(0, np.int32)},
+            UnsupportedProblem,
+            r"block_table has shape \(\): it must be \(B, max_pages\)",
+        ),
         ({"cu_seqlens": OFFSETS[:3].copy()}, UnsupportedProblem, "cu_seqlens has 3 elements: it must have B"),
         ({"cu_seqlens": None}, UnsupportedProblem, r"k_new has shape \(14, 2, 40\): it must be \(B, Hk, n, D\)"),
         ({"block_table": np.zeros((2, 4), np.int32)}, UnsupportedProblem, "block_table has 2 rows: it must have B=3"),
