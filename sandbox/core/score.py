@@ -18,12 +18,14 @@ SIZES = {**ITEMSIZE, "int32": 4, "int64": 8, "bool": 1}  # bytes per element
 DTYPES = ("float32", "float16", "bfloat16", "int32", "bool")  # of the tensors that an expression may read
 VARIABLES = ("x", "b", "h", "i", "j", "Sq", "Sk")  # of every expression
 _CPP = """
-alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do double
-else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept not nullptr
-operator or private protected public register return short signed sizeof static struct switch template this throw true
-try typedef typename union unsigned using virtual void volatile while xor
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t class compl const
+constexpr const_cast continue decltype default delete do double dynamic_cast else enum explicit export extern false
+float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq private
+protected public register reinterpret_cast return short signed sizeof static static_assert static_cast struct switch
+template this thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t
+while xor xor_eq
 """
-CPP_KEYWORDS = frozenset(_CPP.split())  # not allowed as names
+CPP_KEYWORDS = frozenset(_CPP.split())  # of C++17; not allowed as names
 FUNCTIONS = ("exp", "log", "tanh", "abs", "min", "max", "where")  # that an expression may call
 MOST_DIMENSIONS = 4
 _TAKEN = {*VARIABLES, *FUNCTIONS, *CPP_KEYWORDS}

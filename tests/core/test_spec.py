@@ -576,6 +576,8 @@ def test_the_largest_numbers_of_float32() -> None:
         ({"score": ""}, "Score: score='' must be an expression"),
         ({"mask": None}, "Score: mask=None must be an expression"),
         ({"tensors": {"x": np.zeros(1)}}, "Score: a tensor cannot be called 'x'"),
+        ({"tensors": {"export": np.zeros(1)}}, "Score: a tensor cannot be called 'export'"),
+        ({"tensors": {"xor_eq": np.zeros(1)}}, "Score: a tensor cannot be called 'xor_eq'"),
         ({"tensors": {"a": np.zeros(1)}}, "Score: tensor a is float64: it must be one of float32, float16"),
         ({"tensors": {"a": np.zeros((1,) * 5, np.float32)}}, "Score: tensor a has shape (1, 1, 1, 1, 1)"),
         ({"tensors": {"a": 1.0}}, "Score: tensor a is of type float, not an array: pass a NumPy"),

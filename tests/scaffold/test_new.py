@@ -95,7 +95,7 @@ def test_invalid_names(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["class", "float"])
+@pytest.mark.parametrize("name", ["class", "float", "export", "bitand"])
 def test_names_that_are_keywords(name: str) -> None:
     with pytest.raises(SpecError, match=f"name '{name}' is a keyword of"):
         new.kernel(name)
