@@ -246,6 +246,20 @@ def _splits(base: Base) -> Iterator[Pair]:
     whole = dataclasses.replace(whole, tile={"BLOCKS": first[1]})
     for count, n in others:
         yield whole, dataclasses.replace(whole, what=f"{count} splits instead of {first[0]}", tile={"BLOCKS": n})
+    if not others:
+        yield from _splits_of_long_rows(base)
+
+
+def _splits_of_long_rows(base: Base) -> Iterator[Pair]:
+    """For a kernel whose number of splits depends on the problem and not on BLOCKS: it is one in a ragged batch."""
+    p = dataclasses.replace(base.problem, B=1, H=base.problem.group, Hk=1, Sq=3, Sk=4200)
+    arrays = _drawn(base.kernel, p, base.rng)
+    count = base.kernel.numbers["splits"](p, base.tile)
+    if count > 1:
+        offsets = {f"cu_seqlens_{which}": np.array([0, n], np.int32) for which, n in (("q", p.Sq), ("k", p.Sk))}
+        ragged = dataclasses.replace(p, B=0, Sq=0, Sk=0, lengths=((3, 4200),))
+        yield (Run("", p, arrays, lambda name, x: x),
+               Run(f"one split instead of {count}", ragged, arrays | offsets, lambda name, x: x))  # fmt: skip
 
 
 def _strides(base: Base) -> Iterator[Pair]:

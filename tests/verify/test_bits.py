@@ -38,6 +38,14 @@ def test_guarantees(name: str, change: str, invariant: bool) -> None:
     assert (found.equal, found.declared) == (True, True), found.detail
 
 
+def test_splits_that_follow_from_the_problem() -> None:
+    """fwd_decode's number of splits depends on BLOCKS, fwd_wgmma_invariant's does not."""
+    base = bits.base_of(registry.get("fwd_wgmma_invariant"), HOST, None, 1, True)
+    pairs = [*bits.CHANGES["splits"](base)]
+    assert [second.what for _, second in pairs] == ["one split instead of 3"]
+    assert tried(base.kernel, "splits", invariant=True).equal
+
+
 @pytest.mark.parametrize("name", ["fwd_block2d", "fwd_minimal"])
 def test_float8_with_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other kernel of the forward takes float8 queries with invariant=True (docs/bits.md)."""
