@@ -1184,22 +1184,6 @@ def test_more_workers_than_stacks_fit(run_cuda: Run, monkeypatch: pytest.MonkeyP
     assert out.all()
 
 
-@on_cpu
-def test_the_first_kernel_is_quick(run_cuda: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fwd_minimal on B1 H1 S512 D64 fp16, one worker: about 0.02 s of CPU time; detects a slower context switch."""
-    import sandbox
-
-    monkeypatch.setenv("SANDBOX_CPU_WORKERS", "1")
-    q, k, v = np.random.default_rng(7).standard_normal((3, 1, 1, 512, 64)).astype(np.float16)
-    sandbox.attention(q, k, v, kernel="fwd_minimal")
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        sandbox.attention(q, k, v, kernel="fwd_minimal")
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.1
-
-
 def test_a_computed_include_is_never_stale(run_cuda, tmp_path: Path) -> None:
     """An include whose name is a macro needs a preprocessor to resolve: the cache is not used."""
     text = '#define H "value.h"\n#include H\nextern "C" __global__ void put(int* x) { *x = VALUE; }'
