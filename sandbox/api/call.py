@@ -61,7 +61,8 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
     kernel of its `gradient`.
 
     Raises UnknownKernel; UnsupportedProblem for arrays that do not fit the operation or the kernel, are not contiguous,
-    or do not begin at a multiple of 16 bytes, unless their Tensor allows it; CompileError, SpecError, ToolchainMissing.
+    or do not begin at a multiple of 16 bytes, unless the Operation declares the input with `strided=True` or
+    `aligned=False` (`sandbox.spec.Tensor`); CompileError, SpecError, ToolchainMissing.
     """
     if not inputs:
         _check_count(registry.get(name, "operation"), 0)  # raises

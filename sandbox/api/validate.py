@@ -65,7 +65,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     if BLOCK_TABLE in views:  # mappable: TMA can read it (core/problem.py)
         memory["mappable"] &= all(_adjacent_pages(view) for view in (k, v))
     if "bias" in views:
-        memory["bias_boxes"] = boxes(views["bias"])
+        memory["bias_boxes"] = boxes(views["bias"])  # whether a tensor map can describe it
     fields |= {"causal": causal, "scale": options.scale, "latent": _latent(views), **memory}
     problem = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype=q.dtype, Dv=v.shape[3], **fields)
     if BLOCK_MAP in views:

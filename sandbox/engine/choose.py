@@ -127,7 +127,8 @@ def deciding(problem: Problem, computes: object) -> Problem:
     """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: one
     batch entry with the same dtypes, head dimensions and options, so that the choice does not depend on the batch. A
     dense backward keeps heads, lengths and the shapes of a bias and a mask. A forward chooses its tile for `problem`:
-    `Kernel.invariant_tile` fixes the numbers of the tile that affect the bits of a row."""
+    `Kernel.why_tile_unsupported` rejects tiles in which the numbers that affect the bits of a row differ from those of
+    `Kernel.invariant_tile`."""
     if not problem.invariant or computes not in ("forward", "backward"):
         return problem
     if computes == "forward" or problem.ragged:

@@ -23,7 +23,7 @@ from ..core.tile import Tile
 from ..cpu import build
 from ..cpu.launch import CpuFunction
 from ..launch import arguments, driver, parameters
-from ..launch.arguments import OPTIONAL_OUTPUTS, ArgumentBlock, Launch, rows_of, zeroed_of
+from ..launch.arguments import OPTIONAL_OUTPUTS, ArgumentBlock, Launch, argument_kinds, zeroed_of
 from ..launch.dlpack import HOST, Device
 from ..launch.tensor_maps import Tensor, encode_for_host
 from ..toolchain import arch as architectures
@@ -147,7 +147,7 @@ def _prerequisites(kernel: Kernel, problem: Problem, tensors: Mapping[str, Tenso
 
 def _launches(part: Part, tensors: Mapping[str, Tensor], device: Device, loaded: Loaded) -> Iterator[EntryLaunch]:
     kernel, tile, problem, overlaps = part
-    encode, kinds = encode_for_host if device == HOST else driver.encode_tensor_map, rows_of(kernel)
+    encode, kinds = encode_for_host if device == HOST else driver.encode_tensor_map, argument_kinds(kernel)
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in OPTIONAL_OUTPUTS):
             continue
@@ -172,7 +172,7 @@ class Loaded:
     max_threads: tuple[int, ...]  # per entry: __launch_bounds__, 0 if it has none
 
 
-@snippets.explaining
+@snippets.explaining  # a compile error in the expressions of a Score quotes them
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device, fast: bool = False) -> Loaded:
     """Compile `kernel` for `problem`, or find it in the cache, and load it. Raises as `prepare` does, and SpecError if
     the spec's `args` do not match the compiled parameters, or its `block` exceeds the __launch_bounds__.
@@ -216,8 +216,8 @@ def _max_threads(compiled: Sequence[Compiled]) -> tuple[int, ...]:
 
 
 def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None:
-    """Fingerprint of a kernel's source and of all headers that NVRTC or the C++ compiler reads from the project or a
-    folder in the environment's include path; None if it is unknown."""
+    """Fingerprint of a kernel's source and of all headers that NVRTC or the C++ compiler reads from the project,
+    `folders` (the header generated from a Score) or the environment's include path; None if it is unknown."""
     try:
         return sources.fingerprint(kernel.source, build.searched(kernel.source, folders))
     except FileNotFoundError:  # a missing file: the compiler's message has more detail
@@ -250,7 +250,7 @@ def _compile_and_load(
     kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
 ) -> Loaded:
     names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
-    kinds = rows_of(kernel)
+    kinds = argument_kinds(kernel)
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)
@@ -342,7 +342,7 @@ def compile(
     if isinstance(owner.computes, Operation):
         own: Any = owner.computes.problem(owner.computes.example, dtype)
         problem: Problem = own
-    else:
+    else:  # adapted: a kernel of latent attention alone has v as a view of k
         problem = owner.adapted(Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal)))
     target = target_of(owner, arch)
     chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))

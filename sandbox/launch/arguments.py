@@ -164,7 +164,7 @@ def zeroed_of(kernel: Kernel, problem: Problem, tile: Tile) -> dict[str, int]:
     return {name: 4 * own.get(name, math.prod(shape)) for name, shape in shapes.items()}
 
 
-def rows_of(kernel: Kernel) -> Mapping[str, Row]:
+def argument_kinds(kernel: Kernel) -> Mapping[str, Row]:
     """The kinds of arguments that the entries of `kernel` may name."""
     operation = kernel.computes
     if not isinstance(operation, Operation):
@@ -189,7 +189,7 @@ def rows_of(kernel: Kernel) -> Mapping[str, Row]:
 
 
 class ArgumentBlock:
-    """The arguments of one entry point for one problem, packed. `kinds`: `rows_of` the kernel.
+    """The arguments of one entry point for one problem, packed. `kinds`: `argument_kinds` the kernel.
 
     `table` is the `void**` of the launch. `slots` hold the addresses of `tensor_names`, in the order of the spec; a
     tensor occurs once per argument that points to it. `encode` writes the tensor maps. Raises UnsupportedProblem for a

@@ -19,7 +19,8 @@ class Library:
     name: str
 
     def materialise(self, *arrays: Any) -> tuple[Any, ...]:
-        """The arrays as the other methods expect them. Their memory stays valid as long as the result exists."""
+        """The arrays as the other methods expect them: DLPack arrays of other libraries as their views, which keep the
+        memory valid; others unchanged."""
         return arrays
 
     def to_caller(self, like: Any) -> Callable[[Any], Any] | None:

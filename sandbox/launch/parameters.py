@@ -22,8 +22,8 @@ def check_arguments(
     entry: Entry, found: Sequence[Parameter], source: Path, score_bytes: int = 16, kinds: Mapping[str, Row] = ARGUMENTS
 ) -> None:
     """Raises SpecError for the first of `args` that does not match its parameter: in kind, in size, or because the
-    `.cu` gives the parameter another argument's name. `score_bytes`: size of the `score` argument. `kinds`: `rows_of`
-    the kernel."""
+    `.cu` gives the parameter another argument's name. `score_bytes`: size of the `score` argument. `kinds`:
+    `argument_kinds` of the kernel."""
     names = _names(entry.name, source, len(found))
     for i, (arg, parameter, called) in enumerate(itertools.zip_longest(entry.args, found, names), 1):
         if arg is None or parameter is None:

@@ -31,7 +31,7 @@ from ..cpu.instrumented import Fill, Pointer, Report
 from ..engine import pipeline
 from ..engine.choose import choose_tile
 from ..launch import dlpack
-from ..launch.arguments import OPTIONAL_OUTPUTS, ArgumentBlock, rows_of
+from ..launch.arguments import OPTIONAL_OUTPUTS, ArgumentBlock, argument_kinds
 from ..launch.dlpack import HOST, Device
 from ..toolchain import snippets, tools
 from . import compute_sanitizer, trial
@@ -158,7 +158,7 @@ def launch_on_host(
         if absent or not all(entry.grid(problem, chosen)):
             continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}
-        arguments = ArgumentBlock(entry, problem, chosen, views, kinds=rows_of(kernel))
+        arguments = ArgumentBlock(entry, problem, chosen, views, kinds=argument_kinds(kernel))
         follows = dict(_pointers(kernel, entry, problem, arrays))
         buffers = {pointer: arrays[name] for pointer, name in follows.items()}
         report = host.run(
@@ -178,7 +178,7 @@ def launch_on_host(
 
 def _pointers(kernel: Kernel, entry: Entry, problem: Problem, arrays: Container[str]) -> Iterator[tuple[Pointer, str]]:
     """(argument index, byte offset) of every address in an entry's arguments, and the array's name."""
-    kinds = rows_of(kernel)
+    kinds = argument_kinds(kernel)
     for i, name in enumerate(entry.args):
         if name in entry.numbers:
             continue
