@@ -68,6 +68,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"BLOCK_N={t.BLOCK_N} must divide 512 with a block map: one of its words covers 512 keys",
         ),
         (
+            t.BLOCK_M <= 128 or not p.has_block_map or bool(p.score and p.score.hides),
+            f"BLOCK_M={t.BLOCK_M} is not supported with mask=: its bits are computed for 128 queries at a time; use 128",
+        ),
+        (
             cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > input_bytes(p, t),
             f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, D={p.D}: use fewer stages",
         ),

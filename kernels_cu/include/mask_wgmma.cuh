@@ -31,6 +31,8 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
     }
 }
 // A mask of the block map with one bit per (query, key): words of 32 keys for the thread's two rows.
+static_assert(!Head::HAS_ELEMENT_BITS || 2 * Head::MAP_M % BLOCK_M == 0,
+              "the bits of a hidden row are written only if the other row of its pair in the map is visible");
 constexpr int WORDS = (BLOCK_N + 31) / 32;
 struct ElementBits {
     unsigned words[2][WORDS];

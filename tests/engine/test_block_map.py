@@ -35,6 +35,27 @@ UNEVEN = Score(
 )
 
 
+@pytest.mark.parametrize("name", ["fwd_wgmma", "fwd_wgmma_invariant"])
+def test_work_tiles_of_several_pairs_of_rows(name: str) -> None:
+    """128 queries see other 512 keys than the next ones, so that element bits of hidden rows are not written: every tile
+    computes the right result, or is rejected."""
+    rng, mask = np.random.default_rng(3), np.zeros((1, 1, 384, 1024), bool)
+    q, k, v = (rng.standard_normal((1, 1, n, 32)).astype(np.float16) for n in (384, 1024, 1024))
+    mask[..., :128, 512:600] = mask[..., 128:256, 7:40] = mask[..., 256:, 700:800] = True
+    ref, _ = sandbox.reference.attention(q, k, v, mask=mask)
+    tried: dict[bool, set[int]] = {False: set(), True: set()}
+    for tile in registry.get(name).tiles:
+        right = True
+        try:
+            out = sandbox.attention(q, k, v, mask=mask, kernel=name, tile=tile)
+            assert abs(out - ref).max() < 2e-3, tile
+        except UnsupportedProblem:
+            right = False
+        tried[right].add(tile.BLOCK_M)
+    assert tried[True] == {128}
+    assert {192, 256} <= tried[False]
+
+
 @pytest.mark.parametrize(
     "options",
     [
