@@ -69,7 +69,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             t.BLOCK_M <= 128 or not p.has_block_map or bool(p.score and p.score.hides),
-            f"BLOCK_M={t.BLOCK_M} is not supported with mask=: its bits are computed for 128 queries at a time; use 128",
+            f"BLOCK_M={t.BLOCK_M} is not supported with mask=: its bits are computed for 128 queries at once; use 128",
         ),
         (
             cdiv(p.Dv, 64) <= cdiv(p.D, 64) or smem > input_bytes(p, t),

@@ -71,8 +71,9 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     __device__ __forceinline__ int first_of_bucket(int from_next, int /*from_this*/) const { return from_next; }
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
-        // dQ_accum is in L2, too, so beyond D = 64 (there -0.7%) the group has a quarter of the heads (16 x 512: +1.9%,
-        // random lengths up to 883: +2.7%), unless L2 holds 7 heads or more (4 x 512: +4.3% over half of the heads).
+        // heads: as many as have Q and dO in a third of L2. dQ_accum is in L2, too, so if HEAD_DIM > 64 and heads < 7,
+        // the group has heads / 4 (16 x 512: +1.9%, random lengths up to 883: +2.7%; at D = 64 it would cost 0.7%).
+        // From 7 heads on it has all of them (4 x 512: 4.3% faster than with heads / 2).
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
         return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
     }
@@ -182,8 +183,8 @@ struct LongestFirst {
     }
 };
 #elif BLOCK_MAP
-// The order with a block map: by the causal mask alone, in L2 head groups, as for_each_work_tile. How many key tiles
-// the map leaves is not known when the order is chosen.
+// The forward's order with a block map: by the causal mask alone, in L2 head groups, as in the static order
+// (for_each_work_tile in tile_scheduler.cuh). How many key tiles the map leaves is not known when the order is chosen.
 struct CausalOrder {
     const unsigned m_blocks, H;
     __device__ __forceinline__ CausalOrder(const Score& score, unsigned H)

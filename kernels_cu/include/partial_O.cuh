@@ -23,8 +23,8 @@ struct PartialO {
     static constexpr int VECTORS = N / 4 + 1, BLOCK_VECTORS = VECTORS * THREADS;
     float4* slot;
 
-    // This thread's part of partial O `number`. In front of all, each block has a vector of counters. The consumer
-    // threads follow the 128 threads of the producer.
+    // This thread's part of partial O `number`. In front of all, each block has a vector of counters, which only
+    // stream-K uses. The consumer threads follow the 128 threads of the producer.
     __device__ __forceinline__ PartialO(float* partials, unsigned number)
         : slot(reinterpret_cast<float4*>(partials) + gridDim.x + number * BLOCK_VECTORS + threadIdx.x - 128) {}
     __device__ __forceinline__ float4 row_stats() const { return slot[(VECTORS - 1) * THREADS]; }  // m, l

@@ -46,7 +46,8 @@ struct Pipeline {
         mbarrier_wait(full(base, stage_of<DEPTH>(i)), parity_of<DEPTH>(i));
     }
     // Consumer: tile i's stage may be overwritten. Called as often per tile as `empty` counts arrivals (init_barriers
-    // of the kernel): by one lane of each consumer warp, or by all threads of SchedulerPipeline's readers.
+    // of the kernel): by one lane of each consumer warp; in SchedulerPipeline (tile_scheduler.cuh), which
+    // passes work tiles to the other warps, by every thread that reads the work tile.
     static __device__ __forceinline__ void release(SmemAddr base, unsigned i) {
         mbarrier_arrive(empty(base, stage_of<DEPTH>(i)));
     }

@@ -40,7 +40,9 @@ __device__ __forceinline__ unsigned thread_index_x() {
     return index;
 }
 
-// A copy of x that the compiler cannot trace: values derived from it are not kept in registers across a loop.
+// A copy of x whose origin the compiler does not know. Called in a loop: what is derived from the copy is computed in
+// each iteration, not kept in registers across the loop. Called before a loop: the copy is kept in a register, since it
+// cannot be computed again.
 __device__ __forceinline__ unsigned opaque(unsigned x) {
     unsigned y;
     asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x) : "memory");

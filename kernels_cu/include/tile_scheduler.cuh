@@ -139,8 +139,8 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
 
         // Publishes all work tiles of the block, in the order that suits the problem, and then an invalid one; called
         // by all lanes of the warp. A dynamic order (ragged, block map) calls f(work_tile) after each. CAUSAL_WINDOW:
-        // use for_each_window_work_tile. batch_heads: B * H, or H in a ragged batch (`heads` in the spec), times
-        // `splits`, the number of ranges of keys.
+        // use for_each_window_work_tile. batch_heads: B * H, or H in a ragged batch (the argument `heads` of the spec),
+        // times `splits`, the number of ranges of keys.
         template <bool CAUSAL_WINDOW, class F>
         __device__ __forceinline__ void publish_all(const Score& score, unsigned batch_heads, unsigned H,
                                                     unsigned group, unsigned* tile_counter, F f, unsigned splits = 1) {

@@ -37,7 +37,7 @@ UNEVEN = Score(
 
 @pytest.mark.parametrize("name", ["fwd_wgmma", "fwd_wgmma_invariant"])
 def test_work_tiles_of_several_pairs_of_rows(name: str) -> None:
-    """128 queries see other 512 keys than the next ones, so that element bits of hidden rows are not written: every tile
+    """128 queries see other 512 keys than the next ones, and element bits of hidden rows are not written: every tile
     computes the right result, or is rejected."""
     rng, mask = np.random.default_rng(3), np.zeros((1, 1, 384, 1024), bool)
     q, k, v = (rng.standard_normal((1, 1, n, 32)).astype(np.float16) for n in (384, 1024, 1024))
