@@ -33,9 +33,13 @@ extern "C" void sandbox_cluster_barrier(Site site) {
     release(&order);
     if (&fiber == block.fibers) __atomic_store_n(&block.cluster[block.cta_rank].barriers, reached, __ATOMIC_RELEASE);
     for (unsigned cta_rank = 0; cta_rank < block.launch.cluster; ++cta_rank) {
-        while (__atomic_load_n(&block.cluster[cta_rank].barriers, __ATOMIC_ACQUIRE) < reached) {
-            if (__atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE) ||
-                __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
+        const auto waits = [&] {
+            return __atomic_load_n(&block.cluster[cta_rank].barriers, __ATOMIC_ACQUIRE) < reached;
+        };
+        while (waits()) {
+            const bool ended = __atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE);
+            // It may have reached the barrier and ended since the first look.
+            if ((ended && waits()) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
                 block.fail("cluster barrier %s:%d: block (%u,%u,%u) waits for a block of its cluster that has ended",
                            site.file, site.line, fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
                 pause(true);
