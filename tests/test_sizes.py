@@ -10,7 +10,9 @@ import pytest
 from project import ROOT
 
 KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu"))
-SOURCES = sorted([*(ROOT / "kernels_cu").rglob("*.cu*"), *(ROOT / "sandbox/cpu").rglob("*.[ch]*")])
+SUFFIXES = (".cu", ".cuh", ".h", ".cpp")
+FOLDERS = (ROOT / "kernels_cu", ROOT / "sandbox" / "cpu")
+SOURCES = sorted(file for folder in FOLDERS for file in folder.rglob("*.*") if file.suffix in SUFFIXES)
 COLUMNS = 120  # also inside diagrams, which clang-format leaves alone
 HEAD_LINES = 30
 FUNCTION_LINES = 100
