@@ -306,7 +306,7 @@ def test_the_report_shows_source_lines(kept: Path) -> None:
         source = registry.get("fwd_mma").source.read_text().splitlines()
         hot = [line.split() for line in lines if "fwd_mma.cu:" in line]
         numbers = [int(word.split(":")[1]) for words in hot for word in words if word.startswith("fwd_mma.cu:")]
-        assert "mma_ABt_step" in source[numbers[0] - 1]
+        assert "mma_AB" in source[numbers[0] - 1]  # Q K^T or P V: ptxas may give a few of a call to another line
         assert source[numbers[0] - 1].strip()[:24] in shown.stdout  # including brackets
         assert "__syncthreads" in source[numbers[-1] - 1]
         assert hot[0][0].endswith("%")
@@ -351,7 +351,7 @@ def test_the_html_page_shows_the_samples(kept: Path, tmp_path: Path) -> None:
     page = place.read_text()
     lines = re.findall(r'class="s"[^>]*--h:([\d.]+)"><i>\d+</i><em>([\d.]+)%</em><code>(.*)</code>', page)
     assert sum(float(share) for _, share, _ in lines) == pytest.approx(100, abs=0.5)
-    assert next(text.strip()[:12] for heat, _, text in lines if heat == "1.00") == "mma_ABt_step"
+    assert next(text.strip() for heat, _, text in lines if heat == "1.00").startswith("mma_AB")
     assert "math_pipe_throttle" in page
     assert "27 µs" in page
     assert call("fwd_mma", "--show", str(kept), "--show", str(kept), "--html", str(place)).exit_code == 0
