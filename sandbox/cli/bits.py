@@ -38,7 +38,7 @@ from .output import exit_status, followed, print_json, say, show_table
 @click.option(
     "--page",
     type=click.Path(path_type=Path, exists=True, dir_okay=False, writable=True),
-    help="Write the table between the marks of this Markdown file.",
+    help="Replace the table in this Markdown file between the comments <!-- bits … --> and <!-- end of bits -->.",
 )
 @json_option
 def bits_(

@@ -260,8 +260,8 @@ class Kernel(Entry):
             return f"{self.name}: invariant=True is not supported: the bits of a row depend on the rest of the problem"
         if self.latent and not problem.latent:
             return (
-                f"{self.name}: only latent attention is supported, where v is the view k[..., :Dv] of k: this v is a "
-                "copy, or another view"
+                f"{self.name}: only latent attention is supported, where v is the view k[..., :Dv] of k, not a copy or "
+                "another view (pass v=k[..., :Dv])"
             )
         for name, width in problem.head_dims:
             most = (name == "Dv" and self.max_Dv) or self.max_D

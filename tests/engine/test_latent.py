@@ -129,7 +129,7 @@ def test_selection() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"latent": False}, "v is the view k[..., :Dv] of k: this v is a copy, or another view"),
+        ({"latent": False}, "v is the view k[..., :Dv] of k, not a copy or another view (pass v=k[..., :Dv]"),
         ({"D": 640}, "D=640 is not supported: D is at most 576"),
         ({"Dv": 576}, "Dv=576 is not supported: Dv is at most 512"),
         ({"softcap": 3.0}, ": softcap is not supported with latent attention: only causal, window, sink, key"),
@@ -183,7 +183,7 @@ def test_attention_finds_the_view(device: Device) -> None:
         assert abs(out[0] - expected).max() < 2e-3
         assert abs(out[1] - lse).max() < 1e-3
     for v in (other[..., :512], kv[..., 64:], np.ascontiguousarray(kv[..., :512])):
-        with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k: this v is a copy"):
+        with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k, not a copy"):
             sandbox.attention(q, kv, v)
 
 
