@@ -123,8 +123,9 @@ def results_table(
     shown = table()
     shown.show_header = head
     if wide:
-        for field in ("kernel", "case", "problem"):
-            shown.add_column(field, min_width=max(len(str(getattr(r, field))) for r in room), overflow="fold")
+        for field, most in (("kernel", 24), ("case", 24), ("problem", 64)):  # one long name must not take all columns
+            longest = max(len(str(getattr(r, field))) for r in room)
+            shown.add_column(field, min_width=min(longest, most), overflow="fold")
     else:
         longest = max(max(len(f"{r.kernel} {r.case}"), len(str(r.problem))) for r in room)
         free = width - sum(numbers.values()) - _VERDICT - _GAP * (len(numbers) + 1)
