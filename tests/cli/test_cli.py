@@ -912,6 +912,13 @@ def test_results_take_one_line_per_case_at_120_columns() -> None:
             assert text in line
 
 
+def test_a_long_name_leaves_room_for_the_results() -> None:
+    """Of a case that is expected later, such as the sizes of append_kv."""
+    long = dataclasses.replace(RESULTS[0], case="N=1 " * 22)
+    for line in lines(report.results_table(RESULTS[:1], 200, expected=[*RESULTS, long]), 200)[1:]:
+        assert line.split()[-1] == "ok"
+
+
 def test_results_fold_at_80_columns() -> None:
     shown = lines(report.results_table(RESULTS, 80), 80)
     assert max(map(len, shown)) <= 80
