@@ -5,9 +5,10 @@ from functools import lru_cache
 
 from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-RANGE_KEYS = 2048  # of a range of keys, about: a whole number of key tiles
+RANGE_KEYS = 2048  # keys of a range (key_splits.cuh), rounded to whole key tiles
 SMEM = 232448  # most shared memory of a block, in bytes
-# By BLOCK_M: the largest Dv for which ptxas compiles P V with the registers per thread at launch, 128 and 96.
+# By BLOCK_M: the largest Dv for which ptxas can compile P V. At launch a thread has 128 registers with BLOCK_M=192,
+# and 96 with BLOCK_M=256.
 WIDEST_V = {192: 192, 256: 128}
 
 
@@ -33,7 +34,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def most_keys(p: Problem) -> int:
     """Largest BLOCK_N that was timed with options that read memory for each score; 256 without them."""
     width, reads = max(p.D, p.Dv), {*p.reads_elements}
-    if p.bias_tiles and not p.has_block_map:  # TMA loads it
+    if p.bias_tiles and not p.has_block_map:  # TMA loads it; with a map, too, but larger tiles were not timed
         reads.discard("bias")
     if not reads:
         return 256
@@ -44,7 +45,7 @@ def most_keys(p: Problem) -> int:
 
 @lru_cache(maxsize=64)  # called for every tile; a replaced problem is validated
 def pure(p: Problem) -> bool:
-    """Whether no score option is used; the batch may be ragged or paged."""
+    """Whether Dv is D and no score option is used; the batch may be ragged or paged."""
     if p.page_size:  # key_lengths belongs to pages
         p = replace(p, lengths=(), page_size=0, pages=0, key_lengths=False)
     return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
@@ -96,7 +97,8 @@ def was_timed(p: Problem, t: Tile) -> bool:
     """Whether a tile of this size was timed with such options (experiments/008_hopper, 014_scores): a preference, not a
     limit. A tile that was not timed may be faster."""
     consumers, simple, keys = t.BLOCK_M // 64, pure(p), most_keys(p)
-    words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4  # of O, S and P per thread
+    # Registers of O, S and P per thread: tiles beyond these limits were not timed.
+    words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
     if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if simple else 16):
         return False
     if consumers < 3:
@@ -197,7 +199,7 @@ def invariant_tile(p: Problem) -> dict[str, int]:
 
 
 def invariant_rank(p: Problem, t: Tile) -> float:
-    """Rows that fill a tile, and as many stages as fit."""
+    """Sort key of tiles: those whose BLOCK_M suits the number of rows first, and of these the one with most STAGES."""
     width = max(p.D, p.Dv)
     large = pure(p) and p.Sq > 128 and width <= 128
     rows = 256 if large and width <= 64 else 192 if large and p.Sq >= 1152 else 128
