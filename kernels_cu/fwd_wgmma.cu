@@ -49,7 +49,7 @@ constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS
 
 // The thread that loads K and V of all work tiles.
 __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
-    unsigned pipe_index = 0;  // index in the pipelines of the work tile's first key tile
+    unsigned pipe_index = 0;  // index of the work tile's first key tile in the pipelines
     TileLists lists(smem + TILE_LISTS_AT);
     Scheduler::Reader scheduler(smem);
 #pragma unroll 1

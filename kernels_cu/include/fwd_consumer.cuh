@@ -13,7 +13,7 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
     const float scale_log2;  // factor of raw scores in exp2 (softmax.cuh)
     const int g, q;          // the thread has rows g and g + 8 of the warp's 16, and columns 2q and 2q + 1 of every 8
     const bool store_lane;
-    unsigned next_pipe_index = 0;  // index in the pipeline of the next work tile's first key tile
+    unsigned next_pipe_index = 0;  // index of the next work tile's first key tile in the pipelines
     int tiles_to_drain = 0;        // postponed_tiles() of the previous work tile
     Scheduler::Reader scheduler;
     bool has_work_tile = false;  // scheduler.tile is valid
@@ -32,7 +32,7 @@ struct WorkTileConsumer : ConsumerTiles {
     ConsumerState& state;
     const Arguments& args;
     const SmemAddr base;
-    const unsigned pipe_index;  // index in the pipelines of the work tile's first key tile
+    const unsigned pipe_index;  // index of the work tile's first key tile in the pipelines
     const unsigned phase;       // parity of FullQ's phase
     const WarpSchedulerBarrier turn;
     const int turns_end;  // consumers take turns for the key tiles before this one
@@ -46,7 +46,8 @@ struct WorkTileConsumer : ConsumerTiles {
 
     // ---- stages of Q, K and V
 
-    // Waits for Q, and drains the key tiles before this consumer's first one.
+    // Drains the key tiles that the previous work tile postponed, waits for Q, and drains those before this consumer's
+    // first one.
     __device__ __forceinline__ void drain_first_tiles_and_wait_Q() {
         if (STAGGERED) {
 #pragma unroll 1
@@ -90,7 +91,7 @@ struct WorkTileConsumer : ConsumerTiles {
         return element_bits;
     }
     // S becomes the raw scores: by apply_score_mod (mask_wgmma.cuh), or with BIAS_TILES by BiasTiles::score_mod, which
-    // reads the bias from K's stage. Both call Head::raw for each element, and this Head::apply_score_mod.
+    // reads the bias from K's stage. Both call Head::raw for each element, which calls Head::apply_score_mod.
     __device__ __forceinline__ void score_mod(FragmentS& S, int j, KeyTile tile) {
         const int row = warp_row + state.g, column = tile.n0 + 2 * state.q;
         if (BIAS_TILES)

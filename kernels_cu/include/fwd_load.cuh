@@ -14,7 +14,7 @@ struct KeyTileLoader {
     const SmemAddr base;
     const Arguments& args;
     const WorkTileRange work_tile;
-    const unsigned& pipe_index;  // index in the pipelines of the work tile's first key tile
+    const unsigned& pipe_index;  // index of the work tile's first key tile in the pipelines
     const int h, b;              // of K and V
     const SeqlenInfo sequence;
     __device__ __forceinline__ KeyTileLoader(char* smem, const Arguments& args, const WorkTileRange& work_tile,

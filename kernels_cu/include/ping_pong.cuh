@@ -24,7 +24,7 @@ struct WarpSchedulerBarrier {
 
 // The consumers take turns for key tiles j < ping_pong_end:
 //   STAGGERED: as many key tiles as the consumer with the fewest has.
-//   Four consumers (short work tiles): until the first consumer has no more tiles. With a causal mask it finishes first
+//   Four consumers (short sequences): until the first consumer has no more tiles. With a causal mask it finishes first
 //   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).
 //   Two or three consumers: all key tiles.
 __device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {

@@ -62,7 +62,7 @@
 #define SCORE_BYTES 16
 #endif
 
-// The bits of these masks.
+// The bits of these macros.
 #define BIAS_FP32 (BIAS % 4 == 2)
 #define BIAS_SAME_FOR_KEYS (BIAS & 4)
 #define BIAS_HAS_TENSOR_MAP (BIAS & 8)

@@ -53,8 +53,8 @@ struct ScoreIndex {
 
 // Head h of batch entry b: its scores, mask, and row addresses.
 struct Head : Mask {
-    // A new score modification appears in the first of these and, if its derivative is not 1, in the second: kernels
-    // skip the modification, or multiply by its derivative, accordingly. HAS_SCORE_MOD is any modification,
+    // Add a new score modification to HAS_SCORE_MOD and, if its derivative is not 1, to HAS_DERIVATIVE: without these,
+    // kernels skip it, and the multiplication by its derivative. HAS_SCORE_MOD is any modification,
     // Snippet::HAS_SCORE_MOD only the user's expression.
     static constexpr bool HAS_SCORE_MOD =
         SOFTCAP || ALIBI || BIAS || Snippet::HAS_SCORE_MOD;                    // x is not scale * (q . k)

@@ -7,8 +7,8 @@
 //   SchedulerPipeline<AT>                           broadcasts the work tile inside a block; its publish_all chooses
 //                                                   one of these orders (forward)
 //
-// Another static order is a function that calls f(m_block, batch head) for each work tile of this block, as
-// for_each_work_tile; another dynamic order is a struct with the functions of CausalOrder. publish_all calls it.
+// To add a static order, write a function that calls f(m_block, batch head) for each work tile of this block, as
+// for_each_work_tile does; for a dynamic order, a struct with the functions of CausalOrder. Use it in publish_all.
 #pragma once
 #include <hopper.cuh>
 #include "longest_first.cuh"
@@ -67,7 +67,7 @@ __device__ __forceinline__ void for_each_work_tile(unsigned m_blocks, unsigned b
 }
 
 // The same for a causal window. First the tiles of full length, head by head, so that neighbouring blocks share keys;
-// then, longest first, the tiles of all heads whose window begins before key 0 (+5% at a window of 1024).
+// then the tiles whose window begins before key 0, longest first, all heads together (+5% at a window of 1024).
 template <class F>
 __device__ __forceinline__ void for_each_window_work_tile(const Score& score, unsigned m_blocks, unsigned batch_heads,
                                                           F f) {
@@ -102,7 +102,7 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
     struct Writer {
         char* const smem;
         unsigned count = 0;
-        // Waits until all consumers have released the previous work tile, then writes the next one.
+        // Waits until all readers have released the previous work tile, then writes the next one.
         __device__ __forceinline__ void publish(const WorkTile& work_tile) {
             acquire();
             write(work_tile);
