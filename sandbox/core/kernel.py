@@ -267,7 +267,8 @@ class Kernel(Entry):
             most = (name == "Dv" and self.max_Dv) or self.max_D
             if most < width:
                 dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
-                latent = self.computes == "forward" and width > 256 and not self.latent and not problem.latent
+                latent = self.computes == "forward" and width > 256 and not self.latent
+                latent = latent and not problem.latent and not problem.invariant
                 hint = " (latent attention with v=k[..., :Dv]: 576)" if latent else ""
                 return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{hint}"
         if reason := self.supports(problem, arch):

@@ -201,13 +201,16 @@ def _choice(problem: Problem, computes: str, arch: Arch | None, deterministic: b
     decisive = deciding(problem, computes)
     if decisive is problem:
         return _first_candidate(problem, computes, arch, deterministic)
-    kernel, said = _first_candidate(decisive, computes, arch, deterministic=True)
+    kernel, said = _first_candidate(decisive, computes, arch, deterministic=True, named=problem)
     if reason := kernel.why_unsupported(problem, arch):
         raise UnsupportedProblem(f"{reason} (invariant=True: layouts and lengths must not choose another kernel)")
     return kernel, said
 
 
-def _first_candidate(problem: Problem, computes: str, arch: Arch | None, deterministic: bool) -> tuple[Kernel, str]:
+def _first_candidate(
+    problem: Problem, computes: str, arch: Arch | None, deterministic: bool, named: Problem | None = None
+) -> tuple[Kernel, str]:
+    """`_choice` for this problem. `named`: the problem that the message names, by default the same."""
     reasons: list[str] = []
     spilling: list[Kernel] = []
     for candidate in candidates(problem, computes, arch, deterministic):
@@ -218,4 +221,4 @@ def _first_candidate(problem: Problem, computes: str, arch: Arch | None, determi
     if spilling:
         return spilling[0], ", which spills"
     listed = "\n  ".join(reasons)
-    raise UnsupportedProblem(f"no {computes} kernel supports {problem}:\n  {listed}")
+    raise UnsupportedProblem(f"no {computes} kernel supports {named or problem}:\n  {listed}")

@@ -283,3 +283,11 @@ def test_unsupported() -> None:
                                   tile="BLOCK_M=128,BLOCK_N=64,SUB_N=16,WARPS=8,MIN_BLOCKS=1")  # fmt: skip
     with pytest.raises(UnsupportedProblem, match="bwd_mma: invariant=True is not supported"):
         sandbox.attention_backward(q, q, q, q, q, torch.zeros(1, 1, 4), invariant=True, kernel="bwd_mma")
+
+
+def test_no_kernel() -> None:
+    """The message names the problem of the call, not the one that determines the kernel."""
+    q, kv = (torch.zeros(1, heads, 3, 576, dtype=torch.bfloat16) for heads in (16, 1))
+    with pytest.raises(UnsupportedProblem, match="kernel supports B1 H16/1 S3 D576/512 bfloat16 latent inv") as e:
+        sandbox.attention_forward(q, kv, kv[..., :512], invariant=True)
+    assert "v=k[" not in str(e.value)  # no advice to use latent attention: it is
