@@ -42,7 +42,7 @@ HOPPER_SMS = 132  # of an H100 or H200 (SXM): a wave of blocks if one block runs
 INVARIANCES = {  # what may change while the bits of a row stay the same (`Kernel.invariant_to`)
     "runs": "another launch",
     "entries": "values and lengths of other batch entries",
-    "batch": "number of batch entries, and the position of the row's own",
+    "batch": "number of batch entries, and the place of the row's entry among them",
     "heads": "number and order of heads",
     "queries": "other queries (chunks of a prefill, decoding)",
     "allocation": "keys allocated beyond key_lengths",

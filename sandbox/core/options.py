@@ -388,7 +388,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="invariant", macro="INVARIANT", level=lambda p: p.invariant, check=_flag,
-        flag={"is_flag": True, "help": "Bits of a row that depend only on its q, its keys and the options."},
+        flag={"is_flag": True, "help": "The bits of a row of O depend only on its q, keys, values, and the options."},
         text=lambda p: "invariant" if p.invariant else "",
     ),
     Option(
