@@ -130,7 +130,7 @@ def _prefix(out: Path | None, subject: Subject, number: int | None) -> Path:
 
 
 def _show_nsys(place: Path, as_json: bool) -> None:
-    text = Path(f"{place}.kernels.csv").read_text()
+    (text,) = (x.decode() for x in profiler.stored(place, "kernels.csv"))
     if as_json:
         print_json({"report": f"{place}.nsys-rep", "kernels": text.splitlines()})
     else:

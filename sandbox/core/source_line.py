@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,13 +20,23 @@ class SourceLine:
         return f"{Path(self.file).name}:{self.line}"
 
     def text(self) -> str:
-        """The current text of the line; "" if it cannot be read."""
+        """The text of the line, as recorded or else as it is now; "" if it cannot be read."""
         lines = lines_of(self.file)
         return lines[self.line - 1].strip() if self.line <= len(lines) else ""
 
 
+_recorded: dict[str, list[str]] = {}  # {file: its lines}
+
+
+def record(texts: Mapping[str, str]) -> None:
+    """From now on, these texts {file: text} replace the files: those to which a stored profile refers."""
+    _recorded.update((file, text.splitlines()) for file, text in texts.items())
+
+
 def lines_of(file: str) -> list[str]:
-    """The lines of a file; [] if it does not exist."""
+    """The lines of a file, as recorded or else as it is now; [] if it does not exist."""
+    if file in _recorded:
+        return _recorded[file]
     try:
         return _read(file, os.stat(file).st_mtime_ns)
     except OSError:

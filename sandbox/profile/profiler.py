@@ -1,9 +1,9 @@
 """Profiles one launch with Nsight Compute or Nsight Systems, and reads the report.
 
 The tools start `target`, which warms up and marks the launch of interest. Clocks are not locked, so that the profile
-shows the actual speed. A profile is a set of files with a common prefix: the report, its pages as CSV text, PREFIX.json
-(the subject), and PREFIX.cubin, whose instruction addresses the pages refer to. It can be read on any machine, without
-the tools and without a GPU.
+shows the actual speed. A profile is two files: the report of the tool, and PREFIX.zip, which is read on any machine,
+without the tools and without a GPU. Its members: subject.json; the report's pages as CSV text; of Nsight Compute also
+cubin, whose instruction addresses the pages refer to, and sources.json, the text of its source files.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..bench import environment
-from ..core import process, registry
+from ..core import process, registry, source_line
 from ..core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.operation import Operation, problem_from_json
@@ -40,6 +42,7 @@ _COUNTERS = (
     "this user may not read the GPU's performance counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 "
     "for the kernel module nvidia; in a container, --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
 )
+_OTHER_VERSION = "{} was not written by this version of this package: profile again"
 _SECONDS = 600
 _MOST_OUTPUT = 256 * 2**20  # bytes; a page of a report has a line per instruction
 # Floating-point operations per cycle and SM of dense fp16 tensor-core products with fp32 accumulation (NVIDIA's
@@ -159,14 +162,47 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
         if "No kernels were profiled" in output:
             raise UnsupportedProblem(f"ncu found no launch of {subject.entry}:\n{output[-1000:]}")
         reading = [program, "--import", f"{prefix}.ncu-rep", "--csv", "--print-units", "base", "--page"]
-        pages = {page: _run([*reading, page]) for page in ("raw", "source")}
-        Path(f"{prefix}.cubin").write_bytes(_cubin(subject))
+        members: dict[str, str | bytes] = {f"{page}.csv": _run([*reading, page]) for page in ("raw", "source")}
+        members |= _code(_cubin(subject))
     else:
         options = ["--report", "cuda_gpu_kern_sum", "--format", "csv", "--force-export=true"]
-        pages = {"kernels": _run([program, "stats", *options, f"{prefix}.nsys-rep"])}
-    for page, text in pages.items():
-        Path(f"{prefix}.{page}.csv").write_text(text)
-    Path(f"{prefix}.json").write_text(json.dumps(json.loads(subject.dumps()) | {"where": environment.describe()}))
+        members = {"kernels.csv": _run([program, "stats", *options, f"{prefix}.nsys-rep"])}
+    members["subject.json"] = json.dumps(json.loads(subject.dumps()) | {"where": environment.describe()})
+    store(prefix, members)
+
+
+def store(prefix: Path, members: Mapping[str, str | bytes]) -> None:
+    """Write PREFIX.zip."""
+    partial = Path(f"{prefix}.zip.{os.getpid()}")
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    partial.replace(f"{prefix}.zip")
+
+
+def stored(prefix: Path, *names: str) -> list[bytes]:
+    """These members of PREFIX.zip. Raises UnsupportedProblem if it lacks one, or is something else."""
+    path = f"{prefix}.zip"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [archive.read(name) for name in names]
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
+        raise UnsupportedProblem(
+            f"no stored profile has the prefix {prefix}: {path} {reason} (profile --out PREFIX writes one)"
+        ) from None
+    except (zipfile.BadZipFile, KeyError):
+        raise UnsupportedProblem(_OTHER_VERSION.format(path)) from None
+
+
+def _code(cubin: bytes) -> dict[str, str | bytes]:
+    """The members for machine code: itself, and the text of the source files that it names, without CUDA's headers."""
+    try:
+        files = {at.file for i in disassembly.sass(cubin) for at in i.where if at.file.endswith((".cu", ".cuh"))}
+    except ToolchainMissing:
+        files = set()
+    sources = {file: "\n".join(source_line.lines_of(file)) for file in sorted(files)}
+    return {"cubin": cubin, "sources.json": json.dumps(sources)}
 
 
 def _run(arguments: Sequence[str]) -> str:
@@ -190,29 +226,22 @@ def read(prefix: Path) -> Profile:
 
     Raises UnsupportedProblem if its files are missing or were written by another version of this package.
     """
-    subject, where, counters = _read_subject(prefix)
+    subject, where, counters, samples = _read_subject(prefix)
     try:
-        lines = ncu.parse_source(Path(f"{prefix}.source.csv").read_text(), _instructions(prefix, subject))
+        lines = ncu.parse_source(samples, _instructions(prefix, subject))
     except ToolchainMissing:
         lines = []
     return Profile(subject, counters, lines, where)
 
 
-def _read_subject(prefix: Path) -> tuple[Subject, dict[str, Any], ncu.Counters]:
+def _read_subject(prefix: Path) -> tuple[Subject, dict[str, Any], ncu.Counters, str]:
+    """The last one: the page with samples by instruction."""
+    text, raw, source = (x.decode() for x in stored(prefix, "subject.json", "raw.csv", "source.csv"))
     try:
-        texts = [Path(f"{prefix}.{name}").read_text() for name in ("json", "raw.csv", "source.csv")]
-    except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be read"
-        raise UnsupportedProblem(
-            f"no stored profile has the prefix {prefix}: {error.filename} {reason} (profile --out PREFIX writes one)"
-        ) from None
-    try:
-        subject, where = Subject.loads(texts[0]), json.loads(texts[0])["where"]
+        subject, where = Subject.loads(text), json.loads(text)["where"]
     except (KeyError, TypeError, ValueError):
-        raise UnsupportedProblem(
-            f"{prefix}.json was not written by this version of this package: profile again"
-        ) from None
-    return subject, where, ncu.parse_raw(texts[1], subject.entry)
+        raise UnsupportedProblem(_OTHER_VERSION.format(f"{prefix}.zip")) from None
+    return subject, where, ncu.parse_raw(raw, subject.entry), source
 
 
 def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
@@ -220,7 +249,7 @@ def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
 
     Raises as `read` does.
     """
-    subject, _, counters = _read_subject(prefix)
+    subject, _, counters, samples = _read_subject(prefix)
     try:
         instructions = _instructions(prefix, subject)
     except ToolchainMissing:
@@ -228,14 +257,14 @@ def executed(prefix: Path) -> tuple[listing.Code, dict[int, int]] | None:
     used = Resources(int(counters.first("launch__registers_per_thread") or 0), 0, 0, 0, 0)
     what = (subject.label, subject.entry, "sass", subject.arch, subject.problem, subject.tile, used)
     code = listing.Code(*what, tuple(instructions), subject.spec().source.name)
-    return code, ncu.parse_samples(Path(f"{prefix}.source.csv").read_text())
+    return code, ncu.parse_samples(samples)
 
 
 def _instructions(prefix: Path, subject: Subject) -> list[disassembly.Instruction]:
     """The instructions of the profiled entry point only, because addresses are relative to the entry point."""
-    kept = Path(f"{prefix}.cubin")
-    whole = disassembly.sass(kept.read_bytes() if kept.exists() else _cubin(subject))
-    return [i for i in whole if i.function == subject.entry]
+    cubin, sources = stored(prefix, "cubin", "sources.json")
+    source_line.record(json.loads(sources))
+    return [i for i in disassembly.sass(cubin) if i.function == subject.entry]
 
 
 def _cubin(subject: Subject) -> bytes:

@@ -16,7 +16,7 @@ from project import check_stored, drawn, printed
 
 from sandbox.bench import environment
 from sandbox.cli import cli
-from sandbox.core import registry
+from sandbox.core import registry, source_line
 from sandbox.core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from sandbox.core.source_line import SourceLine
 from sandbox.engine import pipeline
@@ -31,6 +31,7 @@ from sandbox.toolchain import disassembly
 PROBLEM = Problem(1, 12, 1024, 1024, 64, dtype="float16")
 TILE = Tile(BLOCK_M=128, BLOCK_N=128, SUB_N=32, WARPS=4, MIN_BLOCKS=2)
 SUBJECT = Subject("fwd_mma", PROBLEM, TILE, "sm_90a")
+OTHER_VERSION = r"p\.zip was not written by this version of this package: profile again"
 METRICS = {  # name: (unit, value)
     "gpu__time_duration.sum": ("nsecond", "27,000"),
     "dram__bytes_read.sum": ("byte", "4,800,000"),
@@ -225,18 +226,40 @@ def test_a_profile_is_stored_and_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert profile.subject == SUBJECT
     assert profile.counters.dram_read == 4.8e6
     assert profile.where == {"device": "a GPU"}
-    written = tmp_path / "kept" / "p.json"
-    text = written.read_text()
-    for damaged in (text.replace('"entry"', '"other"'), text.replace('"where"', '"other"'), "hello"):
-        written.write_text(damaged)
-        with pytest.raises(
-            UnsupportedProblem, match=r"p\.json was not written by this version of this package: profile again"
-        ):
-            profiler.read(tmp_path / "kept" / "p")
+    assert not [*(tmp_path / "kept").glob("p.zip.*")]
+    prefix = tmp_path / "kept" / "p"
+    subject, raw, source, cubin, sources = (
+        x.decode(errors="replace")
+        for x in profiler.stored(prefix, "subject.json", "raw.csv", "source.csv", "cubin", "sources.json")
+    )
+    pages = {"raw.csv": raw, "source.csv": source, "cubin": cubin, "sources.json": sources}
+    for damaged in (subject.replace('"entry"', '"other"'), subject.replace('"where"', '"other"'), "hello", None):
+        profiler.store(prefix, pages | ({"subject.json": damaged} if damaged else {}))
+        with pytest.raises(UnsupportedProblem, match=OTHER_VERSION):
+            profiler.read(prefix)
+    Path(f"{prefix}.zip").write_text("hello")
+    with pytest.raises(UnsupportedProblem, match=OTHER_VERSION):
+        profiler.read(prefix)
     with pytest.raises(
-        UnsupportedProblem, match=r"no stored profile has the prefix .*kept/q: .*kept/q\.json does not ex"
+        UnsupportedProblem, match=r"no stored profile has the prefix .*kept/q: .*kept/q\.zip does not exist"
     ):
         profiler.read(tmp_path / "kept" / "q")
+
+
+def test_the_source_is_that_of_the_profiled_version(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that does not have the files, or has others."""
+    monkeypatch.setattr(source_line, "_recorded", {})
+    subject, raw, source, cubin, sources = profiler.stored(
+        kept, "subject.json", "raw.csv", "source.csv", "cubin", "sources.json"
+    )
+    texts = json.loads(sources)
+    assert {Path(file).name for file in texts} >= {"fwd_mma.cu", "ptx.cuh"}
+    edited = {file: text.replace("\n", " // edited\n") for file, text in texts.items()}
+    pages = {"subject.json": subject, "raw.csv": raw, "source.csv": source, "cubin": cubin}
+    profiler.store(kept, pages | {"sources.json": json.dumps(edited)})
+    lines = [line for line in call("fwd_mma", "--show", str(kept)).stdout.splitlines() if ".cu:" in line]
+    assert lines
+    assert all("// edited" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +300,9 @@ def kept(tmp_path: Path) -> Path:
         samples = 10 if i.opcode.startswith("HMMA") else 1 if i.opcode.startswith("BAR") else 0
         math_, barrier = (samples, 0) if samples == 10 else (0, samples)
         rows.append(f'"0x{0x7F0000 + i.address:x}","{i.text}","{samples}","{math_}","{barrier}"')
-    (tmp_path / "p.raw.csv").write_text(raw_page())
-    (tmp_path / "p.source.csv").write_text("\n".join(rows))
-    (tmp_path / "p.json").write_text(json.dumps(json.loads(SUBJECT.dumps()) | {"where": {"device": "a GPU"}}))
+    subject = json.dumps(json.loads(SUBJECT.dumps()) | {"where": {"device": "a GPU"}})
+    pages = {"subject.json": subject, "raw.csv": raw_page(), "source.csv": "\n".join(rows)}
+    profiler.store(prefix, pages | profiler._code(compiled.cubin))
     return prefix
 
 
