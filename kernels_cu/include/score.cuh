@@ -6,6 +6,7 @@
 
 // Defaults of the option macros; 0: not used. Other values (+: bits that are added):
 // WINDOW   1: left bound, 2: right bound, 3: both
+// SOFTCAP  1; + 2: it is more than 5000 (BELOW_LARGE in score_mod.cuh)
 // BIAS     1: O's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
 // INVARIANT  1: the bits of a row must not depend on the other rows of its warp, nor on where its tile begins

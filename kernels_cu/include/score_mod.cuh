@@ -65,9 +65,11 @@ struct Head : Mask {
     // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows,
     // until P overflows: there, the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
-    // The same limit for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which changes P
-    // as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the largest
-    // float16: rows whose keys all have the bias -65504 (an additive mask) are common.
+    // Softcap bounds |m| * scale_log2: SOFTCAP is 1 up to 5000 (core/options.py), times log2(e) less than LARGE.
+    static constexpr bool BELOW_LARGE = SOFTCAP == 1 && !ALIBI && !BIAS && !Snippet::HAS_SCORE_MOD;
+    // The same limit as LARGE, for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which
+    // changes P as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the
+    // largest float16: rows whose keys all have the bias -65504 (an additive mask) are common.
     static constexpr float LARGE_LSE = 81920.0f;
     // Lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -INF is NaN.
     static constexpr float MIN_SCALE = 1e-20f;
@@ -104,7 +106,7 @@ struct Head : Mask {
 
     // Whether |m * scale_log2| exceeds LARGE; m: a row's maximum, raw. False for -inf, a row without a visible key.
     static __device__ __forceinline__ bool is_large(float m, float scale_log2) {
-        return fabsf(m * scale_log2) > LARGE && m != -INF;
+        return !BELOW_LARGE && fabsf(m * scale_log2) > LARGE && m != -INF;
     }
 
     __device__ __forceinline__ Head(const Score& score, int b, int h) : Head(SeqlenInfo(score, b), h) {}

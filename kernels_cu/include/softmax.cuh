@@ -92,7 +92,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
     }
     // Whether |m| of a row of the warp is so large that P must be computed from S - m.
     __device__ __forceinline__ bool large(float scale_log2) const {
-        return __any_sync(0xffffffffu, Head::is_large(m[0], scale_log2) || Head::is_large(m[1], scale_log2));
+        return !Head::BELOW_LARGE &&
+               __any_sync(0xffffffffu, Head::is_large(m[0], scale_log2) || Head::is_large(m[1], scale_log2));
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
     // if m has been raised. IS_FIRST_TILE: the row's first key tile, whose P V overwrites O.
@@ -115,7 +116,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             if (INVARIANT) raise_own_max(P, S, scale_log2, sum, alpha);
             else raise_max(S, scale_log2, alpha);
             rescale_O(alpha);
-            if (!INVARIANT) exponentiate_differences(P, S, scale_log2, sum);
+            if (Head::BELOW_LARGE && !INVARIANT) exponentiate(P, S, scale_log2, sum);
+            else if (!INVARIANT) exponentiate_differences(P, S, scale_log2, sum);
             m_is_large = large(scale_log2);
         }
         l[0] += sum[0];

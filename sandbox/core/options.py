@@ -163,6 +163,10 @@ def _same_for_every_key(shape: tuple[int, ...]) -> int:
     return 4 if shape[3] == 1 else 0
 
 
+def _softcap_level(p: Problem) -> int:
+    return 1 + 2 * (p.softcap > 5000) if p.softcap else 0  # above: BELOW_LARGE in score_mod.cuh is false
+
+
 def _bias_level(p: Problem) -> int:
     """1, or 2 for float32 where out is not; plus 4 if all keys have the same, plus 8 if TMA can copy tiles of it."""
     return (2 if p.bias_dtype else 1) | _same_for_every_key(p.bias) | 8 * p.bias_tiles if p.bias else 0
@@ -282,7 +286,7 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     Option(
-        name="softcap", macro="SOFTCAP", level=lambda p: p.softcap > 0, check=_softcap,
+        name="softcap", macro="SOFTCAP", level=_softcap_level, check=_softcap,
         numbers=(Number("softcap", _FLOAT, lambda p: p.softcap),),
         flag={"type": float, "default": 0.0, "help": "Replace scores x by SOFTCAP * tanh(x / SOFTCAP). Default: off."},
         cases={"softcap": lambda p: {"softcap": 2.0}},

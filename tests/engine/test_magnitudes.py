@@ -77,6 +77,20 @@ def test_equal_inputs(kernel: Kernel, device: Device) -> None:
             np.testing.assert_allclose(found["LSE"], p.D * LARGE[dtype] ** 2 * p.scale, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+def test_equal_inputs_with_a_large_softcap(kernel: Kernel, device: Device) -> None:
+    """A softcap bounds scores, but one of 1e6 and more permits scores of any magnitude."""
+    (dtype,) = random.Random(f"{SEED} {kernel.name} softcap").sample(kernel.dtypes, 1)
+    score = 64 * LARGE[dtype] ** 2 / 8
+    p = Problem(1, 2, 70, 300, 64, Hk=1, dtype=dtype, softcap=score / 0.7)
+    if kernel.why_unsupported(p):
+        pytest.skip("it does not support softcap")
+    given = {n: np.full((1, h, s, p.D), LARGE[dtype], numpy_dtype(dtype)) for n, h, s in _shapes(p)}
+    found = outputs(kernel, p, given, device)
+    np.testing.assert_allclose(found["O"], LARGE[dtype], rtol=4e-3)
+    np.testing.assert_allclose(found["LSE"], p.softcap * np.tanh(0.7), rtol=2e-3)
+
+
 def _shapes(p: Problem) -> tuple[tuple[str, int, int], ...]:
     return ("Q", p.H, p.Sq), ("K", p.Hk, p.Sk), ("V", p.Hk, p.Sk)
 
