@@ -147,7 +147,7 @@ nondeterministic = Kernel(
     ragged=True,
     tiles=(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
-        # D <= 128, D <= 64 with options that take registers, and D <= 192 with Dv <= 128
+        # D <= 128 (D <= 64: with a bias, mask, dropout or Score, or where 128 rows spill), and D <= 192 with Dv <= 128
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
     ),
@@ -156,7 +156,8 @@ nondeterministic = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
-    rank=lambda p, t: bool(t.BLOCK_M == 128 and (p.dropout or p.score)),  # measured with 64 rows only
+    # With dropout or a Score only BLOCK_M=64 has been measured: it is tried first.
+    rank=lambda p, t: bool(t.BLOCK_M == 128 and (p.dropout or p.score)),
     args=(
         *("Q", "K", "V", "dO", "LSE", "delta", "dQ_accum", "dK", "dV"),
         *("Q_tile_map", "dO_tile_map", "K_map", "V_map", "dK_map", "dV_map", "B", "Hk", "group", "score"),
@@ -196,8 +197,9 @@ def split_group_pays(p: Problem) -> bool:
     (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
 
     Without a causal mask all work tiles are equally long and run in waves. With one they have half of that length on
-    average, longest first, and the last ones end 0.25 later than the average, 0.5 in a ragged batch that is not split.
-    Splitting adds the partial results of dK and dV, which takes 4%. It must gain 2% more, with a causal mask 8%."""
+    average, the longest start first, and the last SM ends later than the average by 0.25 of the longest work tile, 0.5
+    in a ragged batch that is not split. Splitting adds the partial results of dK and dV, which takes 4%. It must gain
+    2% more, with a causal mask 8%."""
     if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
