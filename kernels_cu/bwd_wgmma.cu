@@ -24,10 +24,10 @@
 // clang-format on
 // The first block that reaches a dQ tile stores, the others add in any order: the last bits of dQ vary between runs,
 // those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
-// Both take semaphores (dq_semaphore.cuh, with the cases in which all blocks add to zeros). With SPLIT_GROUP
-// (bwd_wgmma_split_group) a work tile has one query head of a group, and bwd_combine_group.cuh adds dK and dV. Warp
-// roles: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it, and in which header:
-// docs/hopper-backward.md.
+// Semaphores select the first block and define the order (dq_semaphore.cuh, with the cases in which all blocks add to
+// zeros). With SPLIT_GROUP (bwd_wgmma_split_group) a work tile has one query head of a group, and bwd_combine_group.cuh
+// adds dK and dV. Warp roles: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it, and in which
+// header: docs/hopper-backward.md.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else

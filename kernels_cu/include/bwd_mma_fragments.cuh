@@ -22,7 +22,8 @@ __device__ __forceinline__ void mma_ABt(float (&C)[2][N_TILES][4], SmemAddr A_ti
 // Indices of a thread's warp. Each function computes them, and its addresses, again from thread_index_x(), because the
 // accumulators leave no registers for them.
 struct Warp {
-    // keys: its first key in the tile; part: its index in the group, which selects its queries and columns.
+    // keys: its first key in the tile; part: its index among the KEY_WARPS warps that own these keys, which selects its
+    // queries and columns.
     unsigned index, lane, keys, part;
     __device__ __forceinline__ explicit Warp(unsigned thread)
         : index(thread / 32), lane(thread % 32), keys(index / KEY_WARPS * 32), part(index % KEY_WARPS) {}

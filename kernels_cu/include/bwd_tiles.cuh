@@ -60,8 +60,8 @@ struct BwdBarriers {
     // EmptydQ[c]: the dQ-store warp has read the staged dQ of consumer c. NARROW_V: of consumer c ^ 1, because both
     // stage in the same buffer.
     using EmptydQ = BarrierArray<FulldQ::END, 2>;
-    // Both consumers have written dS of an m_block i, and have read dS of m_block i - 1: a consumer arrives for i
-    // after wgmma_wait for dQ of i - 1 (in the next iteration; NARROW_V: at the end of this one), the last product that
+    // Both consumers have written dS of an m_block i, and have read dS of m_block i - 1. A consumer arrives in
+    // iteration i + 1 (NARROW_V: at the end of iteration i), after wgmma_wait for dQ of i - 1, the last product that
     // reads dS of i - 1. So the barrier is the full barrier of dS i and the empty barrier of dS i - 1, and one
     // fence.proxy.async serves dS and the staged dQ. One barrier for even m_blocks, one for odd ones.
     using FulldS = BarrierArray<EmptydQ::END, 2>;

@@ -27,8 +27,7 @@ __device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
 // Not DETERMINISTIC: there is no order, but the first block that increments a tile's semaphore stores, so that the
 // accumulators need not be zeroed or read. When its store is complete, it adds FIRST_STORED to the semaphore; blocks
 // that arrive earlier wait for this. The first block never waits, so there is no deadlock. Bits 0 to 15 of the
-// semaphore count the blocks that have arrived before that (a head has fewer than 65536 n_blocks), bit 16 is
-// FIRST_STORED.
+// semaphore count the blocks that have incremented it (a head has fewer than 65536 n_blocks), bit 16 is FIRST_STORED.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
 // Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a

@@ -101,8 +101,8 @@ __device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned
     return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, work_heads);
 #endif
 }
-// Prefetches the work tile of the next block on this SM, which starts about one wave (132 blocks) later: one of the 128
-// work tiles from 64 after this one on. Each lane prefetches four, a 128-byte line.
+// Prefetches the work tile of the next block on this SM, which starts about one wave (132 blocks) later. Its number is
+// not known: each lane prefetches four (a 128-byte line) of the 128 work tiles from 64 after this one on.
 __device__ __forceinline__ void prefetch_next_work_tile(const int* work_tiles) {
     const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
     prefetch_L1(work_tiles + 8 * min(next, gridDim.x * gridDim.y - 1));
