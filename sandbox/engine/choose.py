@@ -203,7 +203,7 @@ def _choice(problem: Problem, computes: str, arch: Arch | None, deterministic: b
         return _first_candidate(problem, computes, arch, deterministic)
     kernel, said = _first_candidate(decisive, computes, arch, deterministic=True, named=problem)
     if reason := kernel.why_unsupported(problem, arch):
-        raise UnsupportedProblem(f"{reason} (invariant=True: layouts and lengths must not choose another kernel)")
+        raise UnsupportedProblem(f"{reason} (invariant=True: the kernel must not depend on layouts and lengths)")
     return kernel, said
 
 

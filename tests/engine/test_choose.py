@@ -61,9 +61,9 @@ def test_an_invariant_backward_has_the_kernel_and_tile_of_the_deterministic_one(
 
 
 def test_an_invariant_backward_refuses_a_bias_that_tma_cannot_copy() -> None:
-    """Its layout must not choose another kernel."""
+    """The choice of the kernel must not depend on its layout."""
     p = Problem(2, 4, 512, 512, 128, dtype="bfloat16", bias=(2, 4, 512, 512), bias_boxes=False, invariant=True)
-    with pytest.raises(UnsupportedProblem, match=r"TMA cannot copy .* must not choose another kernel"):
+    with pytest.raises(UnsupportedProblem, match=r"TMA cannot copy .* the kernel must not depend on"):
         choose.choose_kernel(p, "backward", HOPPER)
 
 
