@@ -164,7 +164,7 @@ def _plan(
     scratch = {name: (shape, dense_strides(shape), "float32") for name, shape in sizes.items()}
     if BLOCK_MAP in views:
         del scratch["block_map"]
-    made = {**results, **{name: layout for name, layout in scratch.items() if name not in results}}  # results first
+    made = {**results, **scratch}  # results first
     makers = {name: library.allocator(like, *layout) for name, layout in made.items()}
     if device != HOST:  # for sequences longer than max_seqlen; the CPU backend raises an error instead
         makers |= {name: _nan_filled(library, makers[name]) for name in may_stay_unwritten(problem) if name in results}

@@ -186,13 +186,14 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device, fast: boo
         and os.environ.get("SANDBOX_CHECKED", "0") not in ("", "0")
     ):
         defines["CHECKED_KERNELS"] = 1
-    what = kernel, tuple(defines.items()), snippets.folders(problem), device, fast and device != HOST
+    generated, fast = snippets.folders(problem), fast and device != HOST
+    what = kernel, tuple(defines.items()), generated, device, fast
     failed, error = _compile_errors.get(what, (None, None))
-    if error and failed and failed == _source_fingerprint(kernel, what[2]):
+    if error and failed and failed == _source_fingerprint(kernel, generated):
         raise error()
     loaded = _load(*what)
     _check_block_sizes(kernel, tile, loaded.max_threads)
-    if what[-1]:
+    if fast:
         _check_launchable(kernel, problem, tile, loaded.compiled)
     return loaded
 
@@ -249,8 +250,8 @@ def _load(
 def _compile_and_load(
     kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
 ) -> Loaded:
-    names, score_bytes = [entry.name for entry in kernel.entries], dict(defines).get("SCORE_BYTES", 16)
-    kinds = argument_kinds(kernel)
+    names, kinds = [entry.name for entry in kernel.entries], argument_kinds(kernel)
+    score_bytes = dict(defines).get("SCORE_BYTES", 16)  # without options: Sq, Sk, diagonal, scale
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)
