@@ -5,7 +5,8 @@ Imports; those marked with * are made when a call needs them:
     attention ──▶ dispatch ──▶ options
         │             └─*─▶ plan ──▶ validate
         └─*─▶ torch_autograd ──▶ torch_ops ──▶ torch_arguments, torch_exit
-    call ──▶ plan, dispatch          └─*─▶ torch_graphs
+                                     └─*─▶ torch_graphs
+    call ──▶ plan, dispatch
     call ─*─▶ torch_autograd
     torch_slot ──▶ dispatch, plan, torch_exit
     rotation

@@ -64,10 +64,10 @@ def attention_forward(
     becomes the largest number of v's dtype, and rounded to that dtype; out_dtype: bfloat16 (the default), float16 or
     float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
 
-    invariant: the bits of a row of out and lse depend only on its q, its keys and the options: not on the rest of the
-    batch, nor on whether the row is decoded or part of a prefill or of a chunk, and whether its keys are dense, ragged
-    or in pages; equal on GPUs of one architecture (docs/bits.md). Not with dropout, which depends on the indices of a
-    row. With q in float8 no kernel with tensor cores supports it.
+    invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
+    the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
+    dense, ragged or in pages. They are equal on GPUs of one architecture (docs/bits.md). Not with dropout, which
+    depends on the indices of a row. With q in float8 no kernel with tensor cores supports it.
 
     kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
     (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or

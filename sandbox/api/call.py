@@ -32,7 +32,7 @@ _Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
 
 class _Plan(NamedTuple):
     run: _Run
-    aligned: tuple[tuple[int, str], ...]  # number and name of the inputs that begin at a multiple of 16 bytes
+    aligned: tuple[tuple[int, str], ...]  # index and name of the inputs that must begin at a multiple of 16 bytes
 
 
 class _Plans(dict[tuple, _Plan]):
@@ -88,7 +88,7 @@ def append_kv(
     (total, Hk, Dv), and rows cu_seqlens[b] to cu_seqlens[b + 1] belong to sequence b. k_pages: (pages, page_size, Hk,
     D); v_pages: (pages, page_size, Hk, Dv); any strides with a unit stride in D. block_table: (B, max_pages) int32,
     contiguous, as for `attention_paged`; None: k_pages and v_pages are dense caches (B, Hk, S, D) and (B, Hk, S, Dv).
-    key_lengths: (B,) int32, before the call, which does not change it. No two new rows may have the same
+    key_lengths: (B,) int32, the lengths before the call; it is not changed. No two new rows may have the same
     place in a page or cache. Pages have the dtype of the new rows, or float8: values are then converted without a
     factor, and those beyond the range become the largest number.
 
@@ -113,7 +113,7 @@ def append_kv(
         check_dimensions("block_table", block_table, "(B, max_pages)")
         check_int32("block_table", block_table)
     _check_append_shapes(k_new, v_new, k_pages, v_pages, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
-    empty = key_lengths[:0]  # the kernel then has no table (dense caches), or no offsets (rows are not packed)
+    empty = key_lengths[:0]  # passed instead of the table (dense caches), or of the offsets (rows are not packed)
     if packed:
         k_new, v_new = (x.swapaxes(0, 1)[None] for x in (k_new, v_new))
     if not dense:
@@ -360,8 +360,8 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
 
 
 def _checking(making: _Making, plan: _Run) -> _Run:
-    """`plan`, which first checks that it can write into the arrays that are updated in place. Plans do not depend on
-    it, because keys do not contain it."""
+    """`plan`, which first checks that it can write into the arrays that are updated in place. It checks at each call:
+    the key of a plan does not contain whether an array is writable."""
     operation, library = operation_of(making.kernel), making.library
     updated = [(n, name) for n, name in enumerate(operation.inputs) if name in operation.in_place]
 
@@ -388,7 +388,7 @@ def _direct(making: _Making, arrays: tuple[Any, ...]) -> _Run:
     tensors |= {name: library.view(make()) for name, make in makers.items()}
     prepared = pipeline.prepare(making.kernel, making.tile, making.problem, tensors, making.device, [*names, *makers])
     launch, pointer = prepared.launch, library.pointer
-    stream = library.stream(making.device[1]) if making.device != HOST else int
+    stream = library.stream(making.device[1]) if making.device != HOST else int  # int() is 0
     allocators, count = [*makers.values()], len(making.outputs)
     in_place = operation_of(making.kernel).in_place
 

@@ -152,9 +152,9 @@ def _planned(
         addresses: Sequence[int] = [*map(library.pointer, arrays)]
         bits = reduce(or_, addresses[:copied], 16)
         names = options.array_names
-        # The key contains the alignment of q, k and v, at most 16: some kernels copy them in smaller vectors. For a
-        # bias (copied with a tensor map) and a block map (copied 16 bytes at a time), it contains whether they are
-        # aligned.
+        # The key contains the alignment of the first `copied` arrays, at most 16: some kernels copy them in smaller
+        # vectors. For a bias (copied with a tensor map) and a block map (copied 16 bytes at a time), it contains
+        # whether they are aligned.
         bias = "bias" in names and addresses[names.index("bias") - len(names)] % ALIGNED > 0
         blocks = BLOCK_MAP in names and addresses[names.index(BLOCK_MAP) - len(names)] % ALIGNED > 0
         aligned = bits & -bits, bias, blocks

@@ -39,20 +39,20 @@ class _Keywords(TypedDict, total=False):
 
 
 class BackwardKeywords(_Keywords, total=False):
-    """The keyword arguments of `attention_backward`, without `deterministic`."""
+    """The keyword arguments of `attention_backward`, without its own (`_OWN_KEYWORDS`)."""
 
     key_lengths: Any
 
 
 class PagedKeywords(_Keywords, total=False):
-    """The keyword arguments of `attention_paged`, without `return_lse`."""
+    """The keyword arguments of `attention_paged`, without its own (`_OWN_KEYWORDS`)."""
 
     descale: tuple[Any, Any, Any] | None
     out_dtype: Any
 
 
 class ForwardKeywords(BackwardKeywords, PagedKeywords, total=False):
-    """The keyword arguments of `attention`, `attention_forward` and `attention_varlen`, without their own."""
+    """The keyword arguments of `attention`, `attention_forward` and `attention_varlen`, without `_OWN_KEYWORDS`."""
 
 
 FORWARD, BACKWARD, PAGED = (
@@ -62,7 +62,8 @@ FORWARD, BACKWARD, PAGED = (
 _PASSED_THROUGH = frozenset(("kernel", "tile", "backend"))  # stored in `Options` as they are passed
 _VALIDATORS = {option.name: option.check for option in OPTIONS if option.check}
 FIELD_OPTIONS = tuple(_VALIDATORS)  # options that are not arrays; each is a field of `Problem`
-_BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)  # their sizes are max_seqlen's
+# In a ragged batch their last two dimensions are max_seqlen of q and of k.
+_BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays; with pages the first alone
@@ -333,8 +334,8 @@ _ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
 
 
 def constants(options: Options, arrays: Sequence[Any]) -> list[tuple[str, Any]]:
-    """(name, array) of each array after q, k, v for which attention computes no gradient. Without arrays of libraries
-    that have no autograd, such as NumPy."""
+    """(name, array) of each array after q, k, v for which attention computes no gradient. Arrays of libraries without
+    autograd, such as NumPy, are left out."""
     more = zip(options.array_names, arrays[3:], strict=True)
     return [(name, x) for name, x in more if name not in DIFFERENTIABLE and hasattr(x, "requires_grad")]
 

@@ -201,8 +201,8 @@ def _plan(
 
 def _packable(p: Problem, views: Mapping[str, ArrayView]) -> bool:
     """Whether the heads of a group are passed as queries of one head, so that each key is read once for all of them
-    (packed GQA): with `invariant`, one query, and options that do not depend on its head or row. Kernels for decoding
-    pack them by themselves."""
+    (packed GQA): with `invariant`, one query, and options that do not depend on its head or row. Without `invariant`
+    kernels for decoding are chosen, which pack the heads themselves."""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     return p.invariant and p.Sq == 1 and p.group > 1 and alike and not p.ragged and views["q"].strides[1] > 0
 

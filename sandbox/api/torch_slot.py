@@ -40,8 +40,8 @@ def use_in_torch(
     *,
     invariant: bool = False,
 ) -> Slot:
-    """A context in which PyTorch's own `scaled_dot_product_attention` runs on our kernels, forward and backward,
-    with dropout, on CUDA and on the CPU; and everything else that calls PyTorch's flash operators, dense and ragged.
+    """A context in which PyTorch's own `scaled_dot_product_attention` runs on our kernels, forward and backward, on
+    CUDA (with dropout, too) and on the CPU; and everything else that calls PyTorch's flash operators, dense and ragged.
 
     kernel, tile: of the forward, by default those that `attention` selects; backward: the kernel of the backward.
     invariant: as in `attention_forward`.

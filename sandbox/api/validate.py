@@ -127,8 +127,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    # {size: the names in the mask with which the map depends on it}. Sk: any name, so always: the map's bits beyond the
-    # Sk for which it was made are 0.
+    # {size: the names in the mask that make the map depend on it}. It always depends on Sk (`named` is never empty):
+    # its bits beyond the Sk for which it was made are 0.
     used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
@@ -236,7 +236,8 @@ def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, options: Options, out_
 
 
 def _of_sequences(required: str, longest: tuple[int | None, int | None], paged: bool) -> str:
-    """`required` of a ragged batch, whose Sq and Sk are max_seqlen_q and max_seqlen_k."""
+    """The text `required` for a ragged batch: with max_seqlen_q and max_seqlen_k in place of Sq and Sk, and their
+    defaults."""
     names = ["max_seqlen_q"] if paged else ["max_seqlen_q", "max_seqlen_k"]
     for name, dim in zip(names, ("Sq", "Sk"), strict=False):
         required = required.replace(dim, name)

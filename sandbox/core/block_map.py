@@ -39,9 +39,9 @@ def words_for(p: Problem) -> int:
 
 
 def by_pair(p: Problem) -> bool:
-    """Whether the map also has one bit per (query, key): only for `mask` without a mask in `score`. `mask` itself has
-    one byte per pair, unless it broadcasts. A Score's mask may have no tensor: a bit per pair would take memory that
-    the caller does not expect."""
+    """Whether the map also has one bit per (query, key): only for `mask`, which takes more memory itself (a byte per
+    pair, unless it broadcasts), and not with a mask in `score`. That may have no tensor: a bit per pair would take
+    memory that the caller does not expect."""
     return len(p.mask) == 4 and p.mask[3] > 1 and not (p.score and p.score.hides)
 
 

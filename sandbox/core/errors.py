@@ -29,7 +29,7 @@ class CacheError(SandboxError, OSError):
 
 
 class HistoryError(SandboxError, LookupError):
-    """A version that the history does not have, or a history that cannot be written."""
+    """A version of a kernel that `watch` has not recorded, or a history of versions that cannot be written."""
 
 
 class ToolchainMissing(SandboxError, RuntimeError):
@@ -58,7 +58,7 @@ def without_options(message: str) -> str:
 
 
 class NoFastCompilation(SandboxError, RuntimeError):
-    """A kernel cannot be compiled by the fast compilation, which is for first verdicts; the message says why."""
+    """`nvrtc.compile_fast` does not support a kernel, or its result cannot be launched; the message says why."""
 
 
 class DriverError(SandboxError, RuntimeError):

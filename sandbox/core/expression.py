@@ -1,4 +1,4 @@
-"""The syntax of a Score's expressions that compiles, but computes something else than its author means."""
+"""Rejects expressions of a Score that compile, but compute something else than their author means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a user's Python file (a spec, a Score, peers), and turns its exceptions into SpecError with the line."""
+"""Runs a user's Python file (a spec, a Score, peers), and turns its exceptions into SpecError."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .errors import SandboxError, SpecError
 
 
 def names_of(path: str | Path) -> dict[str, Any]:
-    """The globals of a Python file after it has run. Raises SpecError with the line of its error."""
+    """The globals of a Python file after it has run. Raises SpecError as `mistakes_of`."""
     with mistakes_of(path, str(path)):
         return runpy.run_path(str(path))
 
 
 @contextlib.contextmanager
 def mistakes_of(path: str | Path, named: str) -> Iterator[None]:
-    """Raises SpecError, with the line, for every exception of a user's file that is executed, and for a call of `exit`.
-    `named`: the file's name in the message."""
+    """Raises SpecError for every exception of a user's file that is executed, and for a call of `exit`: with the line,
+    unless it is an exception of this package. `named`: the file's name in the message."""
     try:
         with _stdin_stays_open():
             yield

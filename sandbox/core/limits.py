@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .errors import UnsupportedProblem
 
-# Kernels hold row numbers in int32 and form row + Sk - Sq + window bound, at most Sk + (Sq + Sk) and a tile: three
-# times this and a tile stay below 2^31.
+# Kernels hold row numbers in int32 and form row + Sk - Sq + window bound, at most Sk + (Sq + Sk) and a tile:
+# 3 * MOST_ROWS and a tile stay below 2^31.
 MOST_ROWS = 2**29
 MOST_INT32 = 2**31 - 1
 GRADIENT_D = 256  # the largest head dimension of a backward kernel

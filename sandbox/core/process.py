@@ -88,8 +88,8 @@ def _left(process: subprocess.Popen[bytes], deadline: float | None) -> float | N
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With its descendants, which would otherwise go on printing: a checker runs the kernel in a child of its own. They
-    are no process group, since ending the group of this process should end them, too."""
+    """Ends the child and its descendants, which would otherwise go on printing: a checker runs the kernel in a child of
+    its own. They have no process group of their own: a signal to the group of this process ends them, too."""
     for pid in [*descendants(process.pid)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

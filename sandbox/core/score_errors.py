@@ -86,6 +86,7 @@ def mistakes(log: str, score: Score) -> list[Mistake]:
         if any((m.name, m.line, m.text) == (mistake.name, mistake.line, mistake.text) for m in found.values()):
             continue
         place = mistake.name, mistake.line, mistake.column
+        # Of two messages for one place, the one without the type Dual, which no expression mentions.
         if place not in found or (_DUAL in found[place].text and _DUAL not in mistake.text):
             found[place] = mistake
     return sorted(found.values(), key=lambda m: (m.name == "mask", m.line, m.column or 0))

@@ -58,8 +58,8 @@ def why_unsupported(kernel: Kernel, problem: Problem, arch: Arch | None) -> str 
 
 
 def _alternative(kernel: Kernel, problem: Problem, arch: Arch | None) -> str:
-    """The kernel that is chosen for the problem; in addition a deterministic one if only `kernel` is; "" if no kernel
-    supports it."""
+    """The kernel that is chosen for the problem; "" if no kernel supports it. If `kernel` is deterministic and the
+    chosen one is not, also the one that is chosen among deterministic kernels."""
     if kernel.computes not in ("forward", "backward") or isinstance(problem, OperationProblem):
         return ""
     try:

@@ -177,8 +177,9 @@ def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device, fast: boo
     """Compile `kernel` for `problem`, or find it in the cache, and load it. Raises as `prepare` does, and SpecError if
     the spec's `args` do not match the compiled parameters, or its `block` exceeds the __launch_bounds__.
 
-    `fast`: on a GPU by `nvrtc.compile_fast`, for its results only, not for its resources and times. Raises
-    NoFastCompilation if that is not supported, or the kernel then needs too many registers to be launched."""
+    `fast`: on a GPU, compile with `nvrtc.compile_fast`, for a launch of which only the results matter, not the
+    resources and times. Raises NoFastCompilation if that is not supported, or the kernel then needs too many registers
+    to be launched."""
     defines = kernel.defines(problem, tile)
     if (
         (problem.ragged or problem.page_size or kernel.custom)
@@ -343,7 +344,7 @@ def compile(
     if isinstance(owner.computes, Operation):
         own: Any = owner.computes.problem(owner.computes.example, dtype)
         problem: Problem = own
-    else:  # adapted: a kernel of latent attention alone has v as a view of k
+    else:  # adapted: for a kernel that supports latent attention only, v is a view of k
         problem = owner.adapted(Problem(1, 1, 1, 1, D, dtype=dtype, causal=normalise_causal(causal)))
     target = target_of(owner, arch)
     chosen = choose_tile(owner, problem, architectures.parse(target), as_tile(tile))
