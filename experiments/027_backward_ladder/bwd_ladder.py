@@ -15,7 +15,7 @@ FIRST = Tile(BLOCK_M=64, BLOCK_N=128, STAGES=1, OVERLAP=OFF, PING_PONG=OFF)
 LADDER = (
     Step("plain", "two consumers of 64 keys; an iteration waits for its products; one stage of Q and dO", (1.0, 1.0)),
     Step("two stages", "the next Q and dO load while the consumers compute", (1.15, 1.15), {"STAGES": 2}),
-    Step("overlap", "dQ of a tile is computed together with S and dP of the next one", (1.1, 1.0), {"OVERLAP": ON}),
+    Step("overlap", "dQ of a tile is computed one iteration later, with dV and dK", (1.1, 1.0), {"OVERLAP": ON}),
     Step("ping-pong", "the consumers alternate in computing P and dS", (1.05, 1.07), {"PING_PONG": ON}),
     Step("128 queries", "a tile has 128 query rows: half as many barriers", (1.05, 1.0), {"BLOCK_M": 128}),
 )  # fmt: skip

@@ -60,9 +60,9 @@ def attention_forward(
     or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
 
     descale: required if k is float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
-    float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is scaled so that the largest element of a row
-    becomes the largest number of v's dtype, and rounded to that dtype; out_dtype: bfloat16 (the default), float16 or
-    float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
+    float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is multiplied by the largest number of v's dtype
+    (fwd_wgmma_fp8: with 4 or 5 bits of headroom) and rounded to that dtype; out_dtype: bfloat16 (the default), float16
+    or float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
 
     invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
     the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
@@ -223,7 +223,7 @@ def attention_paged(
 
 def _attend_pages(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
     """(out, lse) of q, pages of k and v, and the arrays that `options.array_names` names."""
-    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):
+    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):  # nor has PyTorch to intercept the call
         return run_forward(arrays, options)
     if options.descale:
         from . import torch_ops

@@ -133,7 +133,7 @@ def run_backward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
     See `run_forward`."""
     if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
-    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # from lse on: read element by element
+    plan, arrays, addresses = _planned("backward", 5, arrays, options)  # 5: from lse on, read by element
     return plan(arrays, addresses)
 
 

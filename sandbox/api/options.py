@@ -39,20 +39,20 @@ class _Keywords(TypedDict, total=False):
 
 
 class BackwardKeywords(_Keywords, total=False):
-    """The keyword arguments of `attention_backward`, without its own (`_OWN_KEYWORDS`)."""
+    """The keyword arguments of `attention_backward` that are options, causal and scale excluded."""
 
     key_lengths: Any
 
 
 class PagedKeywords(_Keywords, total=False):
-    """The keyword arguments of `attention_paged`, without its own (`_OWN_KEYWORDS`)."""
+    """The keyword arguments of `attention_paged` that are options, causal and scale excluded."""
 
     descale: tuple[Any, Any, Any] | None
     out_dtype: Any
 
 
 class ForwardKeywords(BackwardKeywords, PagedKeywords, total=False):
-    """The keyword arguments of `attention`, `attention_forward` and `attention_varlen`, without `_OWN_KEYWORDS`."""
+    """Those of `attention`, `attention_forward` and `attention_varlen`."""
 
 
 FORWARD, BACKWARD, PAGED = (
@@ -66,8 +66,9 @@ FIELD_OPTIONS = tuple(_VALIDATORS)  # options that are not arrays; each is a fie
 _BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
-CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")  # of a ragged batch, after all other arrays; with pages the first alone
-BLOCK_TABLE = "block_table"  # of a paged batch, after all other arrays
+# Of a ragged batch: they follow the arrays of the options; with pages only the first one.
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+BLOCK_TABLE = "block_table"  # of a paged batch: the last array
 
 
 class Options(NamedTuple):

@@ -14,10 +14,10 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
     spread over its row, so that the row loses less when it is rounded to float8. Do not rotate if some columns are
     large in all rows: then the error grows (experiments/015_fp8).
 
-    The matrix is a diagonal of random signs, drawn with `seed`, times a Hadamard matrix / sqrt(D). If D is not a power
-    of two, the matrix is block diagonal; the block size is the largest power of two that divides D. q and k: arrays of
-    any floating dtype, of any library that has reshape and slice assignment; returns new arrays. Call it before
-    computing the scales of q and k and converting them to float8. Raises UnsupportedProblem if D differs.
+    The matrix is a diagonal of random signs, drawn with `seed`, times a block diagonal matrix of Hadamard matrices /
+    sqrt(n). The block size n is the largest power of two that divides D. q and k: arrays of any floating dtype, of any
+    library that has reshape and slice assignment; returns new arrays. Call it before computing the scales of q and k
+    and converting them to float8. Raises UnsupportedProblem if D differs.
 
     Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3, "incoherent processing".
     """
@@ -27,8 +27,9 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _rotated(x: Any, seed: int) -> Any:
-    """By the fast Hadamard transform, in float32 or wider. The factor comes first, so that no intermediate is larger
-    in magnitude than the largest result: the sum or the difference of two numbers is at least as large as either."""
+    """By the fast Hadamard transform, in float32 or wider. The factor n^-1/2 comes first, so that no intermediate is
+    larger in magnitude than the largest result: the sum or the difference of two numbers is at least as large as
+    either."""
     D = x.shape[-1]
     size, half = D & -D, 1
     minus = np.flatnonzero(np.random.default_rng(seed).random(D) < 0.5).tolist()

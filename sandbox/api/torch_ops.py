@@ -4,9 +4,9 @@
 "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option with a
 gradient, a list of all other tensors, and a JSON string with their names and with all other options.
 
-All have fake implementations, which return shapes and strides without computing, and gradients: the gradient of a
-backward raises UnsupportedProblem. The first two have rules for torch.func.vmap, which merge the mapped dimension into
-B; the others reject it. `call_operator` decides how a call reaches them:
+All have gradients; that of a backward raises UnsupportedProblem. All have fake implementations, which return tensors
+with the right shapes and strides without computing. The first two have rules for torch.func.vmap, which merge the
+mapped dimension into B; the others reject it. `call_operator` decides how a call reaches them:
 
 - subclasses, dispatch modes, torch.func and forward mode: by an autograd.Function around the operator;
 - torch.compile, torch.jit.trace and torch.func.functionalize: the operator itself.

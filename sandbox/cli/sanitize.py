@@ -32,7 +32,7 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@shape_option("Default: small problems with the smallest tile, larger ones with the tiles of the spec.")
+@shape_option("Default: small problems, with the smallest tile and with those that are chosen for large problems.")
 @dtype_option
 @causal_option
 @score_options

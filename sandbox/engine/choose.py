@@ -76,8 +76,9 @@ def choose_tile(
     kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = "",
     multiprocessors: int = 0,
 ) -> Tile:  # fmt: skip
-    """`tile` if it is not None; else the tuned tile for a GPU named `gpu`; else the spec's best tile that fits `arch`,
-    and does not spill registers (NAME.spills.json). If all of them spill, the one that spills the fewest bytes.
+    """`tile` if it is not None; else the first that fits `arch` and does not spill registers (NAME.spills.json) of the
+    tuned tile for a GPU named `gpu` (not in a backward with `invariant`) and of the spec's tiles in their order. If all
+    of them spill, the one that spills the fewest bytes.
     BLOCKS of the spec's tiles, if they have it, becomes `multiprocessors` (0: unknown, BLOCKS is unchanged).
 
     Raises UnsupportedProblem with the reason of the kernel or of the tile.
@@ -124,9 +125,10 @@ _SIZE = 4096  # queries and keys of the problem for a choice that must not depen
 
 
 def deciding(problem: Problem, computes: object) -> Problem:
-    """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: one
-    batch entry with the same dtypes, head dimensions and options, so that the choice does not depend on the batch. A
-    dense backward keeps heads, lengths and the shapes of a bias and a mask. A forward chooses its tile for `problem`:
+    """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: a
+    dense problem of one batch entry with the same dtypes, head dimensions and score options except key_lengths, so that
+    the choice does not depend on the batch. A dense backward keeps H, Hk, Sq, Sk and the shapes of a bias and a mask
+    except for B; otherwise there is one head, with `_SIZE` queries and keys. A forward chooses its tile for `problem`:
     `Kernel.why_tile_unsupported` rejects tiles in which the numbers that affect the bits of a row differ from those of
     `Kernel.invariant_tile`."""
     if not problem.invariant or computes not in ("forward", "backward"):

@@ -252,7 +252,7 @@ def _compile_and_load(
     kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
 ) -> Loaded:
     names, kinds = [entry.name for entry in kernel.entries], argument_kinds(kernel)
-    score_bytes = dict(defines).get("SCORE_BYTES", 16)  # without options: Sq, Sk, diagonal, scale
+    score_bytes = dict(defines).get("SCORE_BYTES", 16)  # of the argument `score`; 16: Sq, Sk, diagonal, scale
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)
@@ -331,10 +331,11 @@ def compile(
     arch: str | None = None,
     tile: Tile | str | None = None,
 ) -> Compiled:
-    """Compile one kernel for one architecture and report its resource usage. Needs no GPU.
+    """Compile a kernel for one architecture; returns one of its entry points, with its resource usage. Needs no GPU.
 
-    kernel: a kernel, or the name of any of its entries, such as "bwd_minimal_dq". D: head dimension; causal: the mask;
-    both only for attention; a custom operation (sandbox.spec.Operation) is compiled for the first of its `shapes`.
+    kernel: a kernel (its first entry point), or the name of an entry point, such as "bwd_minimal_dq". D: head
+    dimension; causal: the mask; both only for attention; a custom operation (sandbox.spec.Operation) is compiled for
+    the first of its `shapes`.
     dtype: of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2").
     arch: such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without one.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,

@@ -4,7 +4,9 @@ A row has an architecture, a tile, a dtype, the options that were compiled in, a
 spill stores and loads}. A row applies to a problem if the problem has all its options (and perhaps more), a dtype of as
 many bits, and a head dimension that rounds up to the row's (PLAIN_WIDTHS, WIDTHS). A tile without a row does not spill,
 or was not compiled: automatic selection uses it. Register use differs slightly between versions of NVRTC and changes
-with the source, so the table only orders the tiles that a problem may use.
+with the source, so the table affects the order in which tiles and kernels are selected, and excludes none.
+
+Options, in this module: the macros of a row, CAUSAL included; "without options": none but those in ALWAYS.
 """
 
 from __future__ import annotations
