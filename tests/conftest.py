@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import random
 import shutil
@@ -144,9 +145,18 @@ def has_kernel(item: pytest.Item, names: set[str]) -> bool:
 
 
 def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """A random sample of the tests that have many parameters, or run kernels of SELDOM, and all others."""
-    drawn = [item for item in items if not random.Random(f"{SEED} {item.nodeid}").randrange(sampling_period(item))]
-    return [item for item in drawn if SAMPLE != "quick" or is_quick(item)]
+    """A random sample of the tests that have many parameters, or run kernels of SELDOM, at least one of each function;
+    and all other tests."""
+    by_function: dict[str, list[tuple[float, float, pytest.Item]]] = {}
+    for item in items:
+        period = sampling_period(item)
+        rank = period * random.Random(f"{SEED} {item.nodeid}").random() if period > 1 else 0.0
+        by_function.setdefault(item.nodeid.partition("[")[0], []).append((rank, 1 / period, item))
+    drawn: set[pytest.Item] = set()
+    for tests in by_function.values():
+        count = math.ceil(sum(share for _, share, _ in tests) - 1e-6)
+        drawn.update(item for _, _, item in sorted(tests, key=lambda test: test[0])[:count])
+    return [item for item in items if item in drawn and (SAMPLE != "quick" or is_quick(item))]
 
 
 def sampling_period(item: pytest.Item) -> int:

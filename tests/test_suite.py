@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
+import pytest
 from project import ROOT
 
 BENCHMARK = """
@@ -28,6 +31,31 @@ def test_beside_pytest_benchmark(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+class Item:
+    """A test, with what `sampled` looks at."""
+
+    def __init__(self, function: str, parameter: int, period: int):
+        self.nodeid = f"{function}[{parameter}]"
+        self.marker = SimpleNamespace(args=(period,))
+        self.callspec = SimpleNamespace(params={})
+        self.name, self.path = self.nodeid, Path("tests/core/test_x.py")
+
+    def get_closest_marker(self, name: str) -> object:
+        return self.marker if name == "sampled" else None
+
+
+def test_a_sample_has_a_test_of_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in n, rounded up, and all of those with n = 1."""
+    monkeypatch.setattr(conftest, "SAMPLE", "sampled")
+    counts = {("a", 1): 8, ("b", 3): 10, ("c", 50): 4}
+    items = [Item(function, n, period) for (function, period), count in counts.items() for n in range(count)]
+    drawn = Counter(item.nodeid.partition("[")[0] for item in conftest.sampled(items))
+    assert drawn == {"a": 8, "b": 4, "c": 1}
+    mixed = [Item("d", n, 1 if n < 3 else 4) for n in range(7)]
+    assert [*mixed[:3]] == [item for item in conftest.sampled(mixed) if item.marker.args == (1,)]
+    assert len(conftest.sampled(mixed)) == 4
 
 
 def test_file_names_are_unique() -> None:
