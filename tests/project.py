@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import random
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -58,6 +60,25 @@ def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", *command],
         cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def run_script(script: Path, *arguments: str) -> object:
+    """The exit status of a script that runs in this process, which has imported its libraries already."""
+    own = {path.stem for path in script.parent.glob("*.py")}  # other folders have modules of the same name
+    others = {name: sys.modules.pop(name) for name in own & {*sys.modules}}
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
+        patch.setattr(sys, "argv", [str(script), *arguments])
+        patch.setattr(sys, "path", [str(script.parent.resolve()), str(ROOT), *sys.path])
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        finally:
+            registry.forget()  # kernels that it added
+            for name in own & {*sys.modules}:
+                del sys.modules[name]
+            sys.modules.update(others)
+    return None
 
 
 def new_kernel(project: Path, name: str, **edits: str) -> None:

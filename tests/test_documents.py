@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import unquote
 
 import click
 import numpy as np
 import pytest
-from project import ROOT
+from project import ROOT, run_script
 from test_imports import ORDER
 
 from sandbox.cli import cli
@@ -146,12 +143,12 @@ def scripts() -> dict[str, set[str]]:
     return found
 
 
-def run_script(script: Path, command: str, folder: Path) -> None:
+def write(script: Path, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a script in a copy of its experiment that has the rows but no figures."""
     others = shutil.ignore_patterns("*.md", "*.png")
     shutil.copytree((ROOT / script).parent, folder / script.parent, ignore=others, dirs_exist_ok=True)
-    subprocess.run([sys.executable, script, command], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                   timeout=120, check=True)  # fmt: skip
+    monkeypatch.chdir(folder)
+    assert not run_script(script, command)
 
 
 def blocks(figure: Path) -> np.ndarray:
@@ -174,7 +171,7 @@ def assert_same_figures(folder: Path, experiment: Path) -> int:
 
 
 @pytest.mark.parametrize("script", scripts())
-def test_generated_tables_and_figures(script: str, tmp_path: Path) -> None:
+def test_generated_tables_and_figures(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each table and figure is equal to the output of its script for the stored rows."""
     pytest.importorskip("matplotlib")
     for name, text in TEXTS.items():
@@ -184,7 +181,7 @@ def test_generated_tables_and_figures(script: str, tmp_path: Path) -> None:
         )
         assert (emptied != text) == (name in scripts()[script])
         (tmp_path / name).write_text(emptied)
-    run_script(Path(script), "table", tmp_path)
+    write(Path(script), "table", tmp_path, monkeypatch)
     for name, text in TEXTS.items():
         assert (tmp_path / name).read_text() == text, name
     assert_same_figures(tmp_path, Path(script).parent)
@@ -199,12 +196,14 @@ def test_generated_tables_and_figures(script: str, tmp_path: Path) -> None:
         ("019_context_parallel", "plot"),
     ],
 )
-def test_figures_are_what_their_script_draws(script: str, command: str, tmp_path: Path) -> None:
+def test_figures_are_what_their_script_draws(
+    script: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Figures of experiments without generated tables."""
     pytest.importorskip("matplotlib")
     pytest.importorskip("torch")
     folder = Path("experiments") / script
-    run_script(folder / "run.py", command, tmp_path)
+    write(folder / "run.py", command, tmp_path, monkeypatch)
     assert assert_same_figures(tmp_path, folder) == len([*(ROOT / folder).glob("*.png")])
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from project import ROOT
-
-from sandbox.core import registry
+from project import ROOT, run_script
 
 FOLDER = ROOT / "experiments"
 SCRIPTS = sorted(path for path in FOLDER.glob("*/*.py") if "__main__" in path.read_text())
@@ -22,28 +16,12 @@ CHECKED = ("004_mma_ladder", "007_bank_conflicts", "023_hopper_ladder", "027_bac
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_a_script_starts(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process, which has imported PyTorch already."""
+def test_a_script_starts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("torch")
-    monkeypatch.setattr(sys, "argv", [str(script), "check" if script.parent.name in CHECKED else "--help"])
-    monkeypatch.setattr(sys, "path", [str(script.parent), str(ROOT), *sys.path])
-    status = None
-    try:
-        with mock.patch.dict(os.environ):
-            runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        status = end.code
-    finally:
-        registry.forget()  # kernels that it added
-        for name in [name for name, module in sys.modules.items() if is_of_an_experiment(module)]:
-            del sys.modules[name]  # other folders have modules of the same name
-    assert not status
+    command = "check" if script.parent.name in CHECKED else "--help"
+    assert not run_script(script, command)
     assert capsys.readouterr().out
-
-
-def is_of_an_experiment(module: object) -> bool:
-    return Path(getattr(module, "__file__", None) or "/").is_relative_to(FOLDER)
 
 
 def test_the_folder_stays_small() -> None:
