@@ -16,7 +16,6 @@ from project import INTERRUPTIBLE, in_project, new_kernel
 from sandbox.cpu import compiler
 
 pytest.importorskip("watchfiles")
-needs_gcc = pytest.mark.skipif(not compiler.find().is_gcc, reason="uninitialised variables are found with GCC alone")
 
 
 class Person:
@@ -78,7 +77,6 @@ def person(project_copy: Path) -> Iterator[Callable[..., Person]]:
 
 WRITTEN = "query_row < head.Sq ? to_float"
 SCALE = "dot * head_scale()"
-BARRIER = "__syncthreads();  // the tile is complete"
 START = "float m = -INF, l = 0.0f;"
 
 
@@ -113,17 +111,13 @@ def test_a_scripted_person(person: Callable[..., Person]) -> None:
     assert said["results"][0]["where"]["wrong"] > 0
 
     me.edits("dot * 2.0f * score.scale", SCALE, "include/score_mod.cuh")
-    said = me.edits(BARRIER, "// the tile is complete")["found"]
-    assert said["stage"] == "sanitize"
-    assert any(finding["what"].startswith("data race") for finding in said["findings"])
-
     loop = ' while (score.Sq > 96) asm volatile("");'  # only on larger problems
-    said = me.edits(START, START + loop, mends=("// the tile is complete", BARRIER))
+    said = me.edits(START, START + loop)
     assert said["found"]["stage"] == "hang"
     assert "did not finish within 3 s while running B1 H2 S192 D64" in said["found"]["message"]
 
     last = me.edits(loop, "")
-    assert (last["found"]["stage"], last["number"]) == ("ok", 9)
+    assert (last["found"]["stage"], last["number"]) == ("ok", 8)
     assert last["previous"]["number"] == 6
     assert last["best"]["number"] == 1
     assert last["figures"] == first["figures"]
@@ -150,12 +144,23 @@ def test_a_crash_and_a_spec(person: Callable[..., Person]) -> None:
         assert last["figures"]["smem"] > last["previous"]["figures"]["smem"]
 
 
-def test_a_loop_that_no_problem_ends_is_met_under_the_sanitizers(person: Callable[..., Person]) -> None:
-    me = person("cpu", "--timeout", "1")
+def test_a_problem_of_ones_own(person: Callable[..., Person]) -> None:
+    """A kernel that prints, one that ends for no problem, and one with an uninitialised variable."""
+    me = person("cpu", "--timeout", "3", "--shape", "1,1,33,8", "--dtype", "float32")
     me.sees()
-    said = me.edits(START, START + ' while (score.Sq) asm volatile("");')["found"]
+    prints = START + r' if (query_row == 32) printf("row %d\n", query_row);'
+    said = me.edits(START, prints)["found"]
+    assert (said["stage"], said["output"]) == ("ok", "row 32\n")
+
+    loops = START + ' while (score.Sq) asm volatile("");'
+    said = me.edits(prints, loops)["found"]
     assert said["stage"] == "hang"
-    assert said["message"].startswith("mine did not finish within 1 s: does it end?\non B1 ")
+    assert said["message"].startswith("mine did not finish within 3 s: does it end?\non B1 ")
+
+    if compiler.find().is_gcc:  # no other compiler finds it
+        said = me.edits(loops, "float m = -INF, l;")["found"]
+        assert (said["stage"], len(said["findings"])) == ("sanitize", 1)
+        assert said["findings"][0]["what"].startswith("O depends on uninitialised local variables: ")
 
 
 def test_a_file_that_cannot_be_read(person: Callable[..., Person]) -> None:
@@ -179,22 +184,6 @@ def test_a_file_that_cannot_be_read(person: Callable[..., Person]) -> None:
         path.unlink()
         path.write_text(text)
         assert me.sees()["found"]["stage"] == "ok"
-
-
-@needs_gcc
-def test_an_uninitialised_variable_is_reported(person: Callable[..., Person]) -> None:
-    me = person("cpu")
-    me.sees()
-    said = me.edits("float m = -INF, l = 0.0f;", "float m = -INF, l;")["found"]
-    assert (said["stage"], len(said["findings"])) == ("sanitize", 1)
-    assert said["findings"][0]["what"].startswith("O depends on uninitialised local variables: ")
-
-
-def test_what_a_kernel_prints_is_shown(person: Callable[..., Person]) -> None:
-    me = person("cpu", "--shape", "1,1,33,8", "--dtype", "float32")
-    me.sees()
-    said = me.edits(START, START + r' if (query_row == 32) printf("row %d\n", query_row);')["found"]
-    assert (said["stage"], said["output"]) == ("ok", "row 32\n")
 
 
 @pytest.mark.gpu
@@ -270,6 +259,7 @@ def test_once_and_the_way_back(project_copy: Path) -> None:
         (("--shape", "1,2"), "shape '1,2' must be B,H,S,D"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_usage_errors(project_copy: Path, options: tuple[str, ...], message: str) -> None:
     new_kernel(project_copy, "mine")
     done = once(project_copy, *options)
