@@ -218,6 +218,7 @@ def test_memory_that_was_given_back() -> None:
 
 @pytest.mark.parametrize("calls", [1, 3], ids=["after a plan", "after a route"])
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "bias", "alibi", "score.t"])
+@pytest.mark.sampled(2)
 def test_lazily_negated_tensors_are_refused_by_name(name: str, calls: int) -> None:
     """They share memory, shape and strides with their base, whose plan is there."""
     q, k, v, dout = tensors(torch.float32)

@@ -36,7 +36,7 @@ def check(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 @pytest.mark.parametrize("of_v", [E4M3, E5M2])
 @pytest.mark.parametrize("of_q", [E4M3, E5M2])
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, "float32"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_dtypes(of_q, of_v, out_dtype) -> None:
     q, k, v = tensors(of_q, of_q, of_v)
     out = sandbox.attention(q, k, v, causal=True, descale=(1.5, 0.5, 2.0), out_dtype=out_dtype)
@@ -101,6 +101,7 @@ def test_maxima_that_rise(name) -> None:
 
 @pytest.mark.parametrize("window", [None, (398, None)])
 @pytest.mark.parametrize("name", ["fwd_mma_fp8", "fwd_wgmma_fp8"])
+@pytest.mark.sampled(2)
 def test_negative_maxima_that_rise(name, window) -> None:
     """Scores that are all below zero, and far less so tiles later: as integers they are in the opposite order."""
     rng = np.random.default_rng(0)
@@ -113,6 +114,7 @@ def test_negative_maxima_that_rise(name, window) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["fwd_mma_fp8", "fwd_wgmma_fp8"])
+@pytest.mark.sampled(2)
 def test_maxima_that_rise_beyond_any_float(name, causal) -> None:
     """By more than the exponents that a float has, tiles later, in some rows: one taken too early is infinite."""
     rng = np.random.default_rng(0)

@@ -61,6 +61,7 @@ def test_float8() -> None:
 
 @pytest.mark.parametrize("of", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.sampled(4)
 def test_float8_pages(of: Any, dtype: Any) -> None:
     """16-bit queries over float8 pages that append_kv wrote: within the bound of 16-bit keys with these values."""
     q, k, v, table, lengths = (torch.from_numpy(x) for x in arrays())
@@ -183,6 +184,7 @@ def packed(total: int = 47, columns: int = D) -> list[Any]:
         (59, {"causal": True, "bias": True}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_ragged_queries(columns: int, options: dict[str, Any]) -> None:
     """Each sequence has the result that it has alone with the gathered keys."""
     q, k, v, table, lengths = packed(columns=columns)

@@ -67,6 +67,7 @@ def gradients_of(offsets: dict[str, int], lse_step: int = 1, spread: bool = Fals
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])
 @pytest.mark.parametrize("before", [{}, {"lse": 4}, {"dout": 4}], ids=["aligned", "lse at 4", "a copied dout at 4"])
+@pytest.mark.sampled(3)
 def test_the_backward_heeds_where_each_of_its_tensors_lies(name: str, before: dict[str, int]) -> None:
     """And not where lie those that are read number by number, or copied first."""
     spread = "dout" in before

@@ -95,7 +95,7 @@ def test_a_tensor_without_a_gradient_refuses_to_be_differentiated_by(option: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_numpy(name: str) -> None:
     q, k, v, dout = inputs()
     given = options()[name]
@@ -129,6 +129,7 @@ def gradients(call: Any, device: Device, name: str, Dv: int = D) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(2)
 def test_gradients_of_everything(name: str, device: Device) -> None:
     found, wanted = gradients(sandbox.attention, device, name)
     assert found.keys() == wanted.keys()
@@ -138,7 +139,7 @@ def test_gradients_of_everything(name: str, device: Device) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_torch_compile(name: str, device: Device) -> None:
     call = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)
     found, wanted = gradients(call, device, name, Dv=24)
@@ -160,7 +161,7 @@ def test_the_compiler_knows_a_score_by_its_texts() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_opcheck(name: str, device: Device) -> None:
     from sandbox.api import torch_ops
     from sandbox.api.options import collect

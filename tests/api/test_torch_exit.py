@@ -35,6 +35,7 @@ began.wait()
 
 
 @pytest.mark.parametrize("module", ["torch_ops", "torch_slot"])
+@pytest.mark.sampled(2)
 def test_a_process_waits_for_autograd_when_it_ends(module: str) -> None:
     """Wherever autograd may run kernels of ours."""
     done = subprocess.run(

@@ -104,6 +104,7 @@ def dual(call) -> object:
     ids=["dual numbers", "compiled", "jvp", "jacfwd", "hessian"],
 )
 @every_call
+@pytest.mark.sampled(3)
 def test_forward_mode_is_refused(call, differentiate) -> None:
     """No tangent is lost in silence."""
     with pytest.raises(UnsupportedProblem, match="attention has no forward-mode derivative: differentiate in reverse"):

@@ -792,6 +792,7 @@ def test_importing_the_package_keeps_the_sigint_handler() -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.sampled(2)
 def test_closed_standard_streams(closed: str) -> None:
     run = "run fwd_minimal --shape 1,1,17,16 --backend cpu"
     for command, status in ((run, 0), ("run nothing", 2)):
@@ -811,6 +812,7 @@ def test_a_full_disk() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("doctor",), ("cache", "ls"), ("--help",)])
+@pytest.mark.sampled(2)
 def test_a_closed_pipe(arguments: tuple[str, ...]) -> None:
     """As with `| head -1`."""
     read, write = os.pipe()

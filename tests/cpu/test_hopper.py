@@ -148,6 +148,7 @@ def test_a_box_is_stored_and_clipped(run_hopper: Run, at: tuple[int, ...]) -> No
 @pytest.mark.parametrize(
     ("first", "n", "i"), [(0, 5, 0), (5, 20, 0), (5, 20, 16), (5, 20, 32), (39, 1, 0), (24, 16, 0)]
 )
+@pytest.mark.sampled(3)
 def test_a_ragged_box_ends_with_its_sequence(run_hopper: Run, first: int, n: int, i: int, heads_first: bool) -> None:
     """Box at row i of a sequence of n rows: loads zeros past its end, and does not store into the next sequence."""
     problem = Problem(2, 3, 20, 20, 72, dtype="float16", ragged=(40, 40))
@@ -360,6 +361,7 @@ extern "C" __global__ __launch_bounds__(128, 1) void products(
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("widths", [(16, 32, 64, 80, 96), (48, 112, 128, 144), (160, 176, 192), (208, 224), (240, 256)])
+@pytest.mark.sampled(3)
 def test_products(run_hopper: Run, dtype: str, widths: tuple[int, ...]) -> None:
     """Every width, both major orders of both operands, A also from registers. Small integers, so products are exact."""
     rng = np.random.default_rng(0)

@@ -65,7 +65,7 @@ def changed(tmp_path: Path, change: Callable[[str], str], of: Path = SOURCE) -> 
 
 
 # The address sanitizer finds most faults, in the least time.
-TOOLS = [pytest.param(tool, marks=pytest.mark.sampled(1 if tool == "address" else 4)) for tool in HOST_TOOLS]
+TOOLS = [pytest.param(tool, marks=pytest.mark.sampled(3 if tool == "address" else 12)) for tool in HOST_TOOLS]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -117,6 +117,7 @@ BACKWARD_BARRIERS = [
 
 
 @pytest.mark.parametrize(("name", "number"), BACKWARD_BARRIERS)
+@pytest.mark.sampled(4)
 def test_each_barrier_of_a_backward_is_needed(name: str, number: int, tmp_path: Path) -> None:
     """Without this block or warp barrier an entry of the kernel has a race."""
     kernel = registry.get(name)
@@ -222,6 +223,7 @@ FENCES = [("bwd_wgmma", *fence) for fence in fences("bwd_wgmma")] + [
 
 
 @pytest.mark.parametrize(("name", "file", "number"), FENCES)
+@pytest.mark.sampled(4)
 def test_each_proxy_fence_is_needed(name: str, file: str, number: int, tmp_path: Path) -> None:
     """Without it a read by TMA or wgmma is reported, for head widths of 64, 256, or 192 and 128."""
 
@@ -273,7 +275,7 @@ INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "problem", "invalid"), INVALID_INDICES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_indices_outside_of_the_tensors_are_clamped(
     name: str, problem: Problem, invalid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +296,7 @@ def test_indices_outside_of_the_tensors_are_clamped(
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.ragged], ids=lambda kernel: kernel.name)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(30)
 def test_ragged_batches_stay_in_bounds(kernel: Kernel) -> None:
     """Blocks without a tile, sequences without queries or keys, and an option for each sequence."""
     lengths = ((40, 70), (0, 20), (33, 0), (20, 20))
@@ -629,6 +631,7 @@ def test_an_initialised_local_is_no_finding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread", "uninitialised"])
 @pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.sampled(4)
 def test_nothing_is_found(name: str, sanitizer: Sanitizer, tmp_path: Path) -> None:
     out = np.zeros(32, np.float32)
     report = run_text(tmp_path, sanitizer, CLEAN[name], out, grid=15, block=48, smem=4 * 48)
@@ -643,6 +646,7 @@ def test_many_blocks_of_1024_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tool", ["address", "thread"])
+@pytest.mark.sampled(2)
 def test_gradients_of_bias_and_sink(tool: Sanitizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The additional entry points of the preprocess kernel: the blocks of one sum tiles in shared memory."""
     kernel, made = registry.get("bwd_preprocess"), verifying.trial.outputs_and_scratch

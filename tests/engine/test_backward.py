@@ -86,6 +86,7 @@ def test_cupy() -> None:
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
 @pytest.mark.parametrize(("Sq", "Sk"), [(7, 12), (12, 7), (1, 1), (1, 9), (0, 4), (4, 0)])
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
+@pytest.mark.sampled(3)
 def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device: Device) -> None:
     """Sq < Sk, Sq > Sk, and 0. A row without keys, and a key without rows, have gradient 0, not NaN."""
     dtype = np.dtype(kernel.dtypes[0])
@@ -128,6 +129,7 @@ def test_heads_come_in_l2_groups(kernel: Kernel, device: Device, monkeypatch: py
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.sampled(2)
 def test_persistent_blocks_process_several_work_tiles(blocks: int, device: Device) -> None:
     """Some work tiles have no visible pairs, and a NaN in a query does not reach the next work tile of its block."""
     kernel = registry.get("bwd_wgmma_persistent")

@@ -83,7 +83,7 @@ def test_every_bit(options: dict, device: Device) -> None:
 
 @pytest.mark.parametrize("score", [DOCUMENTS, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 def test_kernels_walk_by_it(name: str, score: Score, device: Device) -> None:
     """Hidden, partly visible and fully visible tiles; with a window, some rows see no key. For the even map the CPU
     backend runs one sampled case."""

@@ -82,6 +82,7 @@ def test_tiles(early: int, Q_slabs: int, stages: int, device: Device) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 132])
+@pytest.mark.sampled(2)
 def test_splits(blocks: int, device: Device) -> None:
     """One block for all keys, and as many as there are key tiles; entries of different lengths share the blocks."""
     problem = dataclasses.replace(ABSORBED, Sq=3, H=20, Sk=900, causal="bottom-right")

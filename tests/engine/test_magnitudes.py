@@ -97,6 +97,7 @@ def _shapes(p: Problem) -> tuple[tuple[str, int, int], ...]:
 
 @pytest.mark.parametrize("place", [0, 130, 299], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.sampled(2)
 def test_one_large_score(kernel: Kernel, place: int, device: Device) -> None:
     """One key outweighs all others, in the first tile of a row's walk or in a later one: the maximum moves from 0 to
     1e12."""
@@ -130,6 +131,7 @@ def test_what_is_added_to_all_scores_changes_nothing(kernel: Kernel, sign: int, 
 
 
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
+@pytest.mark.sampled(2)
 def test_gradients_of_one_hot_rows(kernel: Kernel, device: Device) -> None:
     """Q and K are multiples of the identity: P is the identity, dV is dO, and dS is 0 but for the rounding of O.
 
@@ -151,6 +153,7 @@ def test_gradients_of_one_hot_rows(kernel: Kernel, device: Device) -> None:
 
 
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
+@pytest.mark.sampled(2)
 def test_gradients_of_equal_inputs_are_finite(kernel: Kernel, device: Device) -> None:
     """An LSE of 1e12 in fp32 does not say how many keys share P: each P is 1 at most."""
     for dtype in tried(kernel, device):
@@ -182,6 +185,7 @@ def gradients(p: Problem, given: dict[str, Array]) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
+@pytest.mark.sampled(2)
 def test_gradients_beside_rows_with_a_large_lse(kernel: Kernel, device: Device) -> None:
     """Scores of three rows are larger by 2^22 than those of the other rows in their tiles; some rows see no key. P of
     the three rows is exact to the precision of the dtype: one FFMA would be off by up to 0.25 in the exponent."""
@@ -260,6 +264,7 @@ def check_forward(p: Problem, given: dict[str, Array], found: dict[str, Array]) 
 
 
 @pytest.mark.parametrize("kernel", FORWARD + BACKWARD, ids=by_name)
+@pytest.mark.sampled(4)
 def test_any_magnitude(kernel: Kernel, device: Device) -> None:
     backward, sample = kernel.computes == "backward", random.Random(f"{SEED} {kernel.name}")
     for dtype in tried(kernel, device):

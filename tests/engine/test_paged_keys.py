@@ -56,6 +56,7 @@ def test_pages_are_as_keys_in_a_row() -> None:
     ("blocks", "cluster", "Sk", "splits"),
     [(1, 1, 600, 1), (4, 1, 600, 4), (20, 1, 600, 5), (2, 2, 900, 1), (6, 2, 900, 2)],
 )
+@pytest.mark.sampled(2)
 def test_splits(blocks: int, cluster: int, Sk: int, splits: int, device: Device) -> None:
     """One block, several, and as many as there is a round for each warp: of few keys the last ones get none. A cluster,
     and two."""
@@ -97,6 +98,7 @@ LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 
 @pytest.mark.parametrize(("blocks", "cluster"), [(1, 1), (7, 1), (264, 1), (7, 4)])
 @pytest.mark.parametrize("of", LENGTHS)
+@pytest.mark.sampled(3)
 def test_blocks_are_assigned_by_lengths(of: str, blocks: int, cluster: int) -> None:
     """Each batch entry has the result it has alone: with no keys, or with many keys among entries with few; with more
     blocks than needed, and with fewer. Clusters are not assigned by length: each entry has the same number."""
@@ -115,6 +117,7 @@ SEVENTY = {  # number of keys of batch entries 0 ... 31, 32 ... 63 and 64 ... 69
 
 @pytest.mark.parametrize("blocks", [1, 7])
 @pytest.mark.parametrize("of", SEVENTY)
+@pytest.mark.sampled(2)
 def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None:
     """A warp assigns blocks to 32 batch entries at a time: every group of 32 counts, also the last one, which is not
     full. A row without a block stays NaN, as outputs and scratch are before the launch."""
@@ -153,7 +156,7 @@ def test_float8(of: str, device: Device) -> None:
 @pytest.mark.parametrize("name", ["fwd_decode", "fwd_mma"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_float8_pages(name: str, page_size: int, ragged: bool, device: Device) -> None:
     """float8 pages with 16-bit queries: tiles in one page and in several, one query and many, descale per head; D is
     not a multiple of an MMA step, and V has other columns."""
@@ -180,7 +183,7 @@ HOPPER = (
 
 
 @pytest.mark.parametrize("fields", HOPPER, ids=lambda fields: f"{fields['page_size']}-D{fields['D']}")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_boxes_of_pages(fields: dict[str, Any], device: Device) -> None:
     """fwd_wgmma: boxes smaller than a page and as large, of dense and ragged queries, of more sequences than a warp has
     lanes. Rows beyond a sequence's keys are NaN: they must not arrive, or the fallback would compute all rows again."""
@@ -212,11 +215,12 @@ def mixed(draw: random.Random, **fields: Any) -> Problem:
         ("fwd_mma_fp8", {"dtype": "float8_e4m3", "page_size": 32, "descale": (1.0, 0.5, 2.0)}),
     ],
 )
+@pytest.mark.sampled(4)
 def test_long_and_short_sequences(name: str, fields: dict[str, Any], device: Device) -> None:
     """Sampled batches have the results of their sequences alone. Two kernels share the rows: outputs are NaN before the
     launch, and partial results of split keys are used by some batches."""
     draw, kernel = random.Random(f"{SEED} {name} {fields}"), registry.get(name)
-    for _ in range(2 if device == HOST else 12):
+    for _ in range(1 if device == HOST else 12):
         problem = mixed(draw, **fields)
         tile = pipeline.tile_on(device, kernel, problem)
         own = pipeline.parts(kernel, tile, problem, device)

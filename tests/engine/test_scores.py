@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from project import SEED
+from project import SAMPLE, SEED
 
 from sandbox.core import options, registry
 from sandbox.core.dtypes import FLOAT8
@@ -54,9 +54,11 @@ def sample(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.sampled(2)
 def test_options_sampled(kernel: Kernel, device: Device) -> None:
-    """SANDBOX_SEED=N repeats the sample of an earlier run."""
-    for what, problem, inputs in sample(kernel, 2 if device == HOST else 40):
+    """The first supported one on the CPU backend. SANDBOX_SEED=N repeats the sample of an earlier run."""
+    tried = 0
+    for what, problem, inputs in sample(kernel, 40):
         if kernel.why_unsupported(problem):  # an unsupported head dimension
             continue
         # With one key dS is 0 except for the rounding of O, which delta contains: the bound does not cover that.
@@ -64,10 +66,15 @@ def test_options_sampled(kernel: Kernel, device: Device) -> None:
             continue
         result = check.verify(kernel, Case(what, problem, inputs), device)
         assert result.ok, f"SANDBOX_SEED={SEED}: {problem} {inputs}: {result}"
+        tried += 1
+        if device == HOST and SAMPLE != "all":
+            break
+    assert tried
 
 
 @pytest.mark.parametrize("more", OF_FLOAT8, ids=["heads", "float32", "of two kinds", "all"])
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if {*k.dtypes} == {*FLOAT8}], ids=by_name)
+@pytest.mark.sampled(3)
 def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
     """Descale in each form, V of the other float8 type, and each dtype of O; each with another option, on several
     tiles."""
@@ -78,7 +85,7 @@ def test_options_of_float8(kernel: Kernel, more, device: Device) -> None:
 
 @pytest.mark.parametrize("more", OF_FLOAT8_KEYS, ids=["heads", "of two kinds", "sink", "all"])
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.float8_keys], ids=by_name)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_options_of_float8_keys(kernel: Kernel, more, device: Device) -> None:
     """float8 keys with 16-bit queries: descale in each form, V of the other float8 type, each with another option."""
     dtype = SIXTEEN_BITS[OF_FLOAT8_KEYS.index(more) % 2]
@@ -89,7 +96,7 @@ def test_options_of_float8_keys(kernel: Kernel, more, device: Device) -> None:
 
 @pytest.mark.parametrize("target", sweep.ARCHS[:-1])
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(25)
 def test_no_option_spills(kernel: Kernel, target: str) -> None:
     """Two sampled cases: the tile that selection chooses does not spill unless its table says so."""
     draw, capability = random.Random(f"{SEED} {kernel.name} {target}"), arch.parse(target)
@@ -125,6 +132,7 @@ def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
 
 @pytest.mark.parametrize(("D", "Dv"), [(128, 128), (256, 256), (192, 128)])
 @pytest.mark.parametrize("names", ["softcap + left window", "alibi + mask", "score + dropout"])
+@pytest.mark.sampled(4)
 def test_options_of_wide_heads(names: str, D: int, Dv: int, device: Device) -> None:
     """In the Hopper backward, whose consumers divide a tile differently for each head dimension."""
     kernel = registry.kernels()["bwd_wgmma"]
@@ -136,6 +144,7 @@ def test_options_of_wide_heads(names: str, D: int, Dv: int, device: Device) -> N
 
 
 @pytest.mark.parametrize("option", ["window", "right window", "lengths"])
+@pytest.mark.sampled(3)
 def test_a_wide_tile_of_ranges(option: str, device: Device) -> None:
     """The tile for D = 256 that does not spill with windows and key lengths."""
     tile = Tile(BLOCK_M=128, BLOCK_N=64, SUB_N=16, WARPS=8, MIN_BLOCKS=1)
@@ -150,6 +159,7 @@ FEW_BLOCKS = [Tile(BLOCK_M=192, BLOCK_N=32, STAGES=2, BLOCKS=3), Tile(BLOCK_M=12
 
 @pytest.mark.parametrize("tile", FEW_BLOCKS, ids=str)
 @pytest.mark.parametrize("names", ["left window", "window", "alibi", "alibi + left window", "Dv"])
+@pytest.mark.sampled(4)
 def test_warpgroups_skip_tiles_that_only_others_see(names: str, tile: Tile) -> None:
     """Some key tiles of a work tile are before a warpgroup's n_block range, and some after it: the ping-pong order is
     kept."""
@@ -197,6 +207,7 @@ SHAPES = [(2, 4, 40, 70), (1, 4, 40, 70), (2, 1, 1, 70), (1, 1, 40, 1), (1, 4, 1
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(2)
 def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, ...], device: Device) -> None:
     """For every shape, with the same bits each time."""
     kernel = registry.kernels()["bwd_minimal"]
@@ -211,6 +222,7 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
 
 @pytest.mark.parametrize("name", ["mask", "key_lengths"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.sampled(6)
 def test_nan_in_hidden_keys_reaches_no_result(kernel: Kernel, name: str, device: Device) -> None:
     """Also in the non-finite fallback."""
     problem = with_options((name,), kernel.adapted(Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0])))
@@ -227,7 +239,7 @@ OF_FALLBACK = ("fwd_mma", "fwd_decode", "bwd_mma")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 def test_options_in_the_fallback_for_non_finite_inputs(kernel: Kernel, device: Device) -> None:
     """NaN in a query, a key and a value, or for a backward in a query and a row of dO: rows and keys of the same tiles
     that do not see it are right."""
@@ -254,6 +266,7 @@ def test_a_row_that_sees_a_sink_alone(device: Device) -> None:
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.computes == "forward"], ids=by_name)
+@pytest.mark.sampled(2)
 def test_a_row_whose_bias_is_minus_infinity(kernel: Kernel, device: Device) -> None:
     """The row has the result of a row without keys; other rows of its tile are unaffected."""
     problem = Problem(1, 1, 40, 170, 64, dtype=kernel.dtypes[0], bias=(1, 1, 40, 170))

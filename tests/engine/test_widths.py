@@ -61,7 +61,7 @@ def drawn(kernel: Kernel) -> list[tuple[Problem, Tile]]:
 @pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has no sanitizers")
 @pytest.mark.parametrize("D", WIDTHS if ALL_WIDTHS else [None], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(12)
 def test_widths_under_the_address_sanitizer(kernel: Kernel, D: int | None) -> None:
     for p, tile in drawn(kernel) if D is None else taken(kernel, D):
         report, _ = launch_on_host("address", kernel, p, tile)

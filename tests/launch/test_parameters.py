@@ -50,6 +50,7 @@ def problem_of(kernel: Kernel) -> Problem:
 
 @pytest.mark.parametrize("find", [found_on_the_cpu, found_in_ptx])
 @pytest.mark.parametrize("name", registry.kernels())
+@pytest.mark.sampled(4)
 def test_shipped_kernels_agree_with_their_specs(name: str, find) -> None:
     kernel = registry.get(name)
     for entry, found in zip(kernel.entries, find(kernel), strict=True):

@@ -40,6 +40,7 @@ def test_a_new_kernel_works_unchanged(project_copy: Path) -> None:
 
 
 @pytest.mark.parametrize("template", new.TEMPLATE_NAMES)
+@pytest.mark.sampled(3)
 def test_a_template_works_unchanged_in_another_folder(template: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), registry.VARIABLE: str(tmp_path)}
     how = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}

@@ -31,7 +31,7 @@ def tried(kernel: Kernel, change: str, invariant: bool, device: Device = HOST) -
     return bits.compare(bits.base_of(kernel, device, None, 1, invariant), change, device)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize(("name", "change", "invariant"), GUARANTEES)
 def test_guarantees(name: str, change: str, invariant: bool) -> None:
     found = tried(registry.get(name), change, invariant)
@@ -47,6 +47,7 @@ def test_splits_that_follow_from_the_problem() -> None:
 
 
 @pytest.mark.parametrize("name", ["fwd_block2d", "fwd_minimal"])
+@pytest.mark.sampled(2)
 def test_float8_with_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other kernel of the forward takes float8 queries with invariant=True (docs/bits.md)."""
     kernels = {k.name for k in KERNELS if k.computes == "forward" and k.invariant_tile and "float8_e4m3" in k.dtypes}

@@ -48,6 +48,7 @@ def command(*arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(2)
 def test_results(name: str, folder: Path, device: Device) -> None:
     """Every dtype, on cases of `check` and on those of `run`."""
     kernel = registry.get(name)
@@ -72,6 +73,7 @@ def test_operations_in_the_project(name: str, device: Device) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(3)
 def test_tiles_compile_without_spills(name: str, arch: str, folder: Path) -> None:
     kernel = registry.get(name)
     if architectures.parse(arch) < kernel.min_arch:
@@ -165,6 +167,7 @@ PROBLEMS = {"row_softmax": "3,33", "rms_norm": "3,33", "rms_norm_backward": "3,3
 
 @pytest.mark.parametrize("fault", ["race", "index"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(2)
 def test_faults_are_found_with_their_lines(name: str, fault: str, folder: Path, tmp_path: Path) -> None:
     kernel = registry.get(name)
     old, new = FAULTS[name][fault == "index"]
