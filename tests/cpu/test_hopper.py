@@ -672,3 +672,138 @@ def test_strides_that_a_tensor_map_cannot_have_are_rejected(device: Device) -> N
         views = {name: view(array) for name, array in {"Q": q, "K": k, "V": q, "O": q, "LSE": lse}.items()}
         with pytest.raises(UnsupportedProblem, match=r"K with a stride of (-64|0) elements in S"):
             ArgumentBlock(kernel, problem, kernel.tiles[0], views)
+
+
+# ---- clusters
+
+
+def test_descriptors_in_a_cluster(run_cuda: Run) -> None:
+    """The rank of a block, which its addresses of shared memory contain, does not change a descriptor."""
+    text = """
+    extern "C" __global__ __launch_bounds__(128) void columns(const unsigned short* B, float* out) {
+        extern __shared__ __align__(1024) char smem[];
+        using Tile = Swizzled<16, 128>;  // two slabs: columns 64 .. are `leading` bytes away
+        for (int i = threadIdx.x; i < 16 * 128; i += 128)
+            *reinterpret_cast<unsigned short*>(smem + Tile::chunk(i / 128, i % 128 / 8) + i % 8 * 2) = B[i];
+        fence_proxy_async();
+        __syncthreads();  // B is complete
+        const unsigned ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+        float d[64];
+        wgmma_fence();
+        wgmma<Order::MN_MAJOR>(d, ones, Tile::mn_major(smem_address(smem)), false);
+        wgmma_commit();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(d);
+        if (threadIdx.x < 4)  // row 0
+            for (int i = 0; i < 32; ++i)
+                out[128 * blockIdx.x + i / 2 * 8 + 2 * threadIdx.x + i % 2] = d[i / 2 * 4 + i % 2];
+    }"""
+    B = np.tile(np.arange(128, dtype=np.float16), (16, 1)).view(np.uint16)
+    out = np.zeros((4, 128), np.float32)
+    defines = {"DTYPE_float16": 1, "LEFT": 24, "RAGGED": 0, "CLUSTER": 2}
+    run_cuda(HEADER + text, "columns", B, out, grid=4, block=128, smem=4096, cluster=2, defines=defines)
+    assert (out == 16 * np.arange(128)).all()
+
+
+RELAY = """
+    #define CLUSTER 2
+    #define STAGES 2
+    #include "multicast.cuh"
+    using Tile = Swizzled<16, 192>;  // three slabs: the blocks load two and one of them in turn
+    using Ring = Pipeline<2 * Tile::BYTES>;
+    extern "C" __global__ void relay(const unsigned short* unused, unsigned* out, const __grid_constant__ TensorMap map,
+                                     int tiles) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddr base = smem_address(smem);
+        if (threadIdx.x == 0) {
+            for (int stage = 0; stage < STAGES; ++stage) {
+                mbarrier_init(Ring::full(base, stage), 1);
+                mbarrier_init(Ring::empty(base, stage), CLUSTER);
+            }
+            fence_mbarrier_init();
+            fence_proxy_async();
+        }
+        cluster_arrive();
+        cluster_wait();  // the mbarriers of both blocks are initialised
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < tiles; ++i) {
+                Ring::acquire(base, i);
+                const SmemAddr full = Ring::full(base, stage_of(i));
+                mbarrier_arrive_expect_tx(full, Tile::BYTES);
+                load_part_in_cluster<Tile>(base + stage_of(i) * Tile::BYTES, map, 0, 16 * i, 0, 0, full, i);
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x >= 32) {
+            for (int i = 0; i < tiles; ++i) {
+                Ring::wait(base, i);
+                const unsigned* const from = reinterpret_cast<unsigned*>(smem + stage_of(i) * Tile::BYTES);
+                unsigned* const to = out + (blockIdx.x * tiles + i) * (Tile::BYTES / 4);
+                for (unsigned word = threadIdx.x % 32; word < Tile::BYTES / 4; word += 32) to[word] = from[word];
+                __syncwarp();  // all lanes have read the tile
+                RELEASE;
+            }
+        }
+        LEAVE;
+    }"""
+RELEASED = "release_in_cluster<Ring>(base, i, tiles, threadIdx.x % 32)"
+
+
+def relayed(run_hopper: Run, release: str = RELEASED, leave: str = "leave_cluster()", tiles: int = 7) -> None:
+    tensor = np.arange(16 * tiles * 192, dtype=np.uint16).view(np.float16).reshape(1, 1, 16 * tiles, 192)
+    out = np.zeros((6, tiles, 3, 16, 64), np.uint16)
+    text = RELAY.replace("RELEASE", release).replace("LEAVE", leave)
+    maps = boxes_of(0, tensor, 16)
+    run_hopper(text, "relay", tensor, out, maps, ctypes.c_int(tiles), grid=6, block=64, smem=13 * 1024, cluster=2)
+    slabs = tensor.view(np.uint16).reshape(tiles, 16, 3, 64).swapaxes(1, 2)
+    expected = np.stack([[swizzled(slab) for slab in tile] for tile in slabs])
+    assert (out == expected).all()
+
+
+def test_a_cluster_loads_each_tile_once(run_hopper: Run) -> None:
+    """Each block loads its slabs to the shared memory of both, when both have read the previous tile there."""
+    relayed(run_hopper)
+
+
+@on_cpu
+def test_a_stage_that_the_other_block_has_not_released(run_hopper: Run) -> None:
+    """Blocks that wait for each other are a deadlock, also if they are in different OS threads."""
+    own = "if (threadIdx.x % 32 == 0) Ring::release(base, i)"
+    with pytest.raises(LaunchError, match=r"(?s)thread 0 waits at mbarrier_wait.* parity 0: 1 arrivals and 0 bytes"):
+        relayed(run_hopper, own)
+
+
+@on_cpu
+def test_an_arrival_at_a_block_that_has_ended(run_hopper: Run) -> None:
+    text = """
+    #define CLUSTER 2
+    #define STAGES 2
+    #include "multicast.cuh"
+    extern "C" __global__ void late(unsigned* counter) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddr barrier = smem_address(smem);
+        if (threadIdx.x == 0) mbarrier_init(barrier, 2);
+        cluster_arrive();
+        cluster_wait();  // the mbarriers of both blocks are initialised
+        if (threadIdx.x == 0 && cluster_cta_rank() == 0) counter_arrive(counter);
+        if (cluster_cta_rank() == 0) return;
+        if (threadIdx.x == 0) counter_wait(counter, 1);
+        for (int i = 0; i < 3000; ++i) __syncwarp();  // the other block has time to end
+        if (threadIdx.x == 0) mbarrier_arrive_at_rank(barrier, 0);
+    }"""
+    with pytest.raises(LaunchError, match=r"which has ended"):
+        run_hopper(text, "late", np.zeros(1, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("release", "message"),
+    [
+        ("mbarrier_arrive_at_rank(Ring::empty(base, 0), 2)", "block 2 of a cluster of 2 blocks"),
+        ("mbarrier_arrive_at_rank(base, 1 - cluster_cta_rank())", r"no mbarrier was initialised at shared memory \+ 0"),
+        (RELEASED + ";" + RELEASED + ";" + RELEASED, "too many arrivals at the mbarrier"),
+    ],
+)
+def test_wrong_arrivals_in_a_cluster(run_hopper: Run, release: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        relayed(run_hopper, release)
