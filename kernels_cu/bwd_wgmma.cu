@@ -26,8 +26,8 @@
 // those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
 // Semaphores select the first block and define the order (dq_semaphore.cuh, with the cases in which all blocks add to
 // zeros). With SPLIT_GROUP (bwd_wgmma_split_group) a work tile has one query head of a group, and bwd_combine_group.cuh
-// adds dK and dV. Warp roles: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Where to change it, and in which
-// header: docs/hopper-backward.md.
+// adds dK and dV. Warp roles: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Which header to edit for which
+// change: docs/hopper-backward.md.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
@@ -80,8 +80,9 @@ constexpr unsigned DQ_CONSUMER_FLOATS = 64 * DQ_COLS,
 // a block map and SPLIT_HEAD_DIM consumers nevertheless have 232: the load warps would spill with 24.
 constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DK_COLS > 96 && !(SPLIT_HEAD_DIM && Head::HAS_BLOCK_MAP));
 constexpr int LOAD_WARP_REGISTERS = FEW_LOAD_REGISTERS ? 24 : 40, CONSUMER_REGISTERS = FEW_LOAD_REGISTERS ? 240 : 232;
-static_assert(SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128,
-              "BLOCK_N is 128 or, beyond HEAD_DIM 128, 64: 64 keys or 128 columns of dK and dV per consumer");
+static_assert(
+    SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128,
+    "BLOCK_N is 128 or, beyond HEAD_DIM 128, 64: a consumer has 64 keys, or half of the columns of dK and dV");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64),
               "BLOCK_M = 128 exceeds the register file beyond HEAD_DIM 64");
 static_assert(!BIAS || BIAS_TILES, "this bias has no tensor map: use bwd_mma");
@@ -166,8 +167,8 @@ struct BwdBlock {
     }
 };
 
-// Address of -LSE * log2(e) of the lane's first two queries, counted from query `first` of the tile. Their delta is
-// BLOCK_M floats after it.
+// Address of -LSE * log2(e) of the first two queries of the lane in a fragment that begins at query `first` of the
+// tile. Their delta is BLOCK_M floats after it.
 __device__ __forceinline__ const float* stats_of(unsigned stage, int first) {
     return reinterpret_cast<const float*>(smem + STATS_AT) + stage * 2 * BLOCK_M + first + thread_index_x() % 4 * 2;
 }

@@ -41,7 +41,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if reason := unsupported_by_wgmma(p, arch):
         return reason
     if p.bias and not p.bias_tiles:
-        return f"bias={p.bias} is not supported: TMA cannot copy one that is broadcast, unaligned, float32 or ragged"
+        return f"bias={p.bias} is not supported: TMA copies none that is ragged, float32, unaligned or broadcast over S"
     if p.bias and p.D > 128:
         return f"a bias with D={p.D} is not supported: it exceeds shared memory beyond D=128"
     if p.Dv > p.D:
@@ -49,7 +49,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if p.has_block_map and p.group * cdiv(p.Sq, 32 * 64) > MAP_WORDS:
         return (
             f"a block map of {p.group} query heads per key/value head with Sq={p.Sq} is not supported: at most "
-            f"{MAP_WORDS * 2048} query rows per key/value head"
+            f"{MAP_WORDS * 2048} query rows per key/value head, with Sq rounded up to a multiple of 2048"
         )
     return None
 
@@ -66,7 +66,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
-            "BLOCK_M=128 is not supported with a bias or a mask: their boxes or bits have 64 rows; use BLOCK_M=64",
+            "BLOCK_M=128 is not supported with a bias or a mask: a box, or the bits of a lane, are 64 rows; use 64",
         ),
         (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: Q is released after Q of the next m_block is loaded"),
         (
@@ -196,10 +196,10 @@ def split_group_pays(p: Problem) -> bool:
     """Whether work tiles of query heads are faster than those of key/value heads. Fitted to 42 problems on an H200
     (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
 
-    Without a causal mask all work tiles are equally long and run in waves. With one they have half of that length on
-    average, the longest start first, and the last SM ends later than the average by 0.25 of the longest work tile, 0.5
-    in a ragged batch that is not split. Splitting adds the partial results of dK and dV, which takes 4%. It must gain
-    2% more, with a causal mask 8%."""
+    Without a right bound, or with both, all work tiles are taken as equally long, and run in waves. With a causal mask
+    alone they have half of that length on average, the longest start first, and the last SM ends later than the average
+    by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. Splitting adds the partial results of dK
+    and dV, which takes 4%. It must gain 2% more, with a causal mask 8%."""
     if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
@@ -247,9 +247,9 @@ split_group = replace(
 def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """L2 head groups. With a window, whose work tiles are equally long, a group has a wave, rounded up to whole heads.
 
-    Without a mask it has twice as many heads from 4096 keys on (BLOCK_N = 128: up to 8192; BLOCK_N = 64: four times as
-    many from 8192 on; measured), so that fewer blocks of the same head start together and wait for each other's
-    semaphores.
+    Without a mask the width of head_group_grid is multiplied, so that fewer blocks of the same head start together and
+    wait for each other's semaphores: with BLOCK_N = 128 by 2 for 4096 to 8192 keys, with BLOCK_N = 64 by 2 from 4096
+    keys on and by 4 from 8192 on (measured).
     """
     width, tiles, _ = head_group_grid(p, t)
     heads, keys = p.batches * p.Hk, tiles * t.BLOCK_N

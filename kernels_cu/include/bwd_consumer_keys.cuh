@@ -123,8 +123,8 @@ struct KeyConsumer {
         if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
     }
 
-    // Whether the mask hides all of the consumer's keys from the first m_block. This happens to consumer 1: with a
-    // causal mask the rows of the first m_block may end before the first one that sees its keys.
+    // Whether the mask hides all of the consumer's keys from all queries of the first m_block. This happens to consumer
+    // 1: with a causal mask the rows of the first m_block may end before the first one that sees its keys.
     __device__ __forceinline__ bool first_tile_hidden() const {
         const int first_key = block.m_blocks.n0() + key_offset;
         return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;

@@ -127,7 +127,7 @@ struct FragmentMask {
             for (int k = 0; k < M / 2; ++k)
                 if (!(visible_bits >> k & 1)) mask_element(k);
         }
-        const Range fully_visible =
+        const Range fully_visible =  // <true>: by ranges only, without an elementwise mask
             head0.template fully_visible_queries<true>(m_blocks.n0() + key_offset, m_blocks.n0() + key_offset + 64);
         // Query rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
         if ((first_query < fully_visible.begin) | (first_query + M > fully_visible.end))

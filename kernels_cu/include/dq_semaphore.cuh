@@ -52,14 +52,14 @@ struct dQAccumulation {
     __device__ __forceinline__ void wait_turn(int head, int m0, unsigned consumer) {
         if (DETERMINISTIC && !(SEMAPHORE_PREFETCH && semaphore_reached))
             counter_wait(block.dQ_semaphore(head, m0, consumer), block.semaphore_target(m0));
-        // Usually another block has stored already; reading the counter early hides its latency.
+        // Usually another block has stored already; reading the semaphore early hides its latency.
         already_stored = SEMAPHORE_EARLY && counter_reached(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
     }
     // Called when dQ is in shared memory. Returns whether the block stores dQ; otherwise it adds dQ. Not DETERMINISTIC:
     // arrives at the semaphore and, if another block's store is not complete, waits for it.
     __device__ __forceinline__ bool claim_first_store(int head, int m0, unsigned consumer) {
         this_block_stores = DETERMINISTIC && block.semaphore_target(m0) == 0;
-        // The counter is incremented only when dQ is ready, so that the first block never waits.
+        // The semaphore is incremented only when dQ is ready, so that the first block never waits.
         if (FIRST_BLOCK_STORES && !already_stored) {
             const unsigned arrived_before = counter_fetch_add(block.dQ_semaphore(head, m0, consumer));
             this_block_stores = arrived_before == 0;
