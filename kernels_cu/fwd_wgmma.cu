@@ -29,8 +29,7 @@
 // tiles), score_mod.cuh, mask.cuh, softmax.cuh (deferred rescaling), epilogue.cuh. How it works, and where to change
 // it: docs/hopper-forward.md. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
 #ifdef KEY_SPLITS
-// With KEY_SPLITS and INVARIANT this source is another kernel, which sums over fixed ranges of keys (docs/bits.md).
-// key_range_consumer.cuh has the differences.
+// Here this source is another kernel, which sums over ranges of keys (docs/bits.md, key_range_consumer.cuh).
 #define fwd_wgmma fwd_wgmma_invariant
 #define fwd_wgmma_clear fwd_wgmma_invariant_clear
 #define fwd_wgmma_combine fwd_wgmma_invariant_combine
@@ -75,9 +74,11 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
             TIMELINE(wait_empty_Q);
             mbarrier_wait(EmptyQ::at(base, consumer), scheduler.phase() ^ 1);  // ^ 1: as Pipeline::acquire
             TIMELINE(load_Q);
-            Queries::load(base + consumer * Queries::BYTES, args.Q_map,
-                          sequence.tma_query_row(work_tile.row0 + WARPGROUP_ROWS * consumer), h,
-                          sequence.tma_query_batch(b), FullQ::at(base, consumer));
+            if (KEY_SPLITS) load_Q_by_warp(base, args, work_tile, sequence, b, consumer);
+            else
+                Queries::load(base + consumer * Queries::BYTES, args.Q_map,
+                              sequence.tma_query_row(work_tile.row0 + WARPGROUP_ROWS * consumer), h,
+                              sequence.tma_query_batch(b), FullQ::at(base, consumer));
         }
     }
 }
@@ -115,11 +116,24 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 struct ConsumerWarpgroup : KeyRangeConsumer {
     using KeyRangeConsumer::KeyRangeConsumer;
 
-    // All key tiles, except for P V of the last one.
+    // All key tiles, except for P V of the last one. In fwd_wgmma they are one range of keys.
     __device__ __forceinline__ void mainloop(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
-        first_tile(softmax, S, P);
 #pragma unroll 1
-        for (int j = first_own + 1; j <= last; ++j) {
+        for (int begin = first_own, end;; begin = end + 1) {
+            first_tile(softmax, S, P, begin);
+            later_tiles(softmax, S, P, begin);
+            end = last_of_range(begin);
+            if (end == last) return;
+            mma_PV(softmax, P, end);
+            wait_PV(softmax, end);
+            store_earlier_keys(softmax, end + 1);
+        }
+    }
+
+    // The key tiles of a range after its first one, `begin`.
+    __device__ __forceinline__ void later_tiles(SoftmaxState& softmax, FragmentS& S, FragmentP& P, int begin) {
+#pragma unroll 1
+        for (int j = begin + 1; j <= last_of_range(begin); ++j) {
             TIMELINE(wait_barrier);
             if (j < turns_end) turn.wait();
             mma_QK(S, j);
@@ -139,7 +153,6 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
             release_V(j - 1);
             if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
             if (!EARLY_K_RELEASE && j == last) release_Q();
-            if (begins_key_range(j)) store_earlier_keys(softmax, j);
             score_mod(S, j, tile);
             if (BIAS_TILES) release_K(j);  // K's stage also holds the bias, which score_mod has read
             mask(S, tile, visible_bits);
@@ -149,26 +162,27 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         }
     }
 
-    // Q K^T and softmax of the first key tile.
-    __device__ __forceinline__ void first_tile(SoftmaxState& softmax, FragmentS& S, FragmentP& P) {
+    // Q K^T and softmax of the first key tile of a range.
+    __device__ __forceinline__ void first_tile(SoftmaxState& softmax, FragmentS& S, FragmentP& P, int j) {
         TIMELINE(wait_K);
-        wait_K(first_own);
-        const bool ping_pong = first_tile_has_turn();
+        wait_K(j);
+        const bool ping_pong = first_tile_has_turn(j);
         if (ping_pong) turn.wait();
-        mma_QK(S, first_own);
+        mma_QK(S, j);
         if (ping_pong) turn.pass();
-        const KeyTile first = read_key_tile(first_own);
+        const KeyTile first = read_key_tile(j);
         const ElementBits visible_bits = load_element_bits(first);
         wgmma_wait<0>();
         warpgroup_fence_operand(S);
         TIMELINE(softmax);
-        if (!BIAS_TILES) release_K(first_own);
-        score_mod(S, first_own, first);
-        if (BIAS_TILES) release_K(first_own);
+        if (!BIAS_TILES) release_K(j);
+        if (begins_key_range(j) && j == last) release_Q();
+        score_mod(S, j, first);
+        if (BIAS_TILES) release_K(j);
         mask(S, first, visible_bits);
         softmax.update<true>(P, S, state.scale_log2);
         apply_dropout(P, head, warp_row, first.n0);
-        if (last > first_own) wait_K(first_own + 1);
+        if (last > j) wait_K(j + 1);
     }
 
     // The last P V is peeled: its own copy of the code, outside the loop, needs 40 fewer instructions in a causal
@@ -176,24 +190,11 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
     __device__ __forceinline__ void last_PV(SoftmaxState& softmax, FragmentP& P, float (&O_scale)[2]) {
         TIMELINE(multiply);
         mma_PV(softmax, P, last);
-        if constexpr (!KEY_RANGES) {
-            finalize(softmax, O_scale);  // overlaps with P V
-            fetch_next_work_tile();
-        }
-        wgmma_wait<0>();
-        warpgroup_fence_operand(softmax.O);
-        release_V(last);
-        if constexpr (KEY_RANGES) {
-            merge_earlier_keys(softmax);
-            finalize(softmax, O_scale);
-            fetch_next_work_tile();
-        }
-    }
-
-    // Stores LSE, and returns in O_scale the factors that normalise O.
-    __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
-        if (is_split()) return;
-        finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
+        const EarlierFactors factors = merge_stats(softmax);
+        finalize(softmax, O_scale);  // overlaps with P V
+        fetch_next_work_tile();
+        wait_PV(softmax, last);
+        merge_O(softmax, factors);
     }
 
     // S = Q K^T
@@ -301,7 +302,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)
     const __grid_constant__ View<dtype> O,        // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                                   // (B, H, Sq), contiguous
-    const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows
+    const __grid_constant__ TensorMap Q_map,      // boxes of 64 rows; KEY_SPLITS: of 16
     const __grid_constant__ TensorMap K_map,      // boxes of BLOCK_N rows, or PAGE_BOX (fwd_load.cuh)
     const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap O_warp_map,  // boxes of 16 rows
@@ -313,13 +314,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     unsigned* tile_counter  // work tiles drawn so far, beyond the first of each block
 #if KEY_SPLITS
     ,
-    float* partials,  // SplitResults if splits > 1, else EarlierKeys (key_splits.cuh)
+    float* partials,  // SplitResults if splits > 1, else EarlierKeys that do not fit in shared memory
     int splits
 #endif
 ) {
     extern __shared__ __align__(1024) char smem[];
     // The sequences with few queries: the next kernel runs them on SMs that this one leaves idle (cu_seqlens.cuh).
-    if (LONG_SEQUENCES) griddepcontrol_launch_dependents();
+    if (LONG_SEQUENCES || SPLIT_KEYS) griddepcontrol_launch_dependents();
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);
     if (Head::HAS_BLOCK_MAP) griddepcontrol_wait();  // an earlier entry point writes the block map

@@ -14,9 +14,14 @@ WIDEST_V = {192: 192, 256: 128}
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, stages of K and V, mbarriers, and all or half of O if it fits; rows padded to multiples of 128 bytes."""
-    slabs, inputs = cdiv(p.Dv, 64), input_bytes(p, t)
-    sizes = (inputs + 128 * o_slabs * t.BLOCK_M for o_slabs in (slabs, cdiv(slabs, 2)))
-    return next((size for size in sizes if size <= SMEM), inputs)
+    return with_output(p, t, input_bytes(p, t))
+
+
+def with_output(p: Problem, t: Tile, other_bytes: int) -> int:
+    """other_bytes, and all or half of O if it fits."""
+    slabs = cdiv(p.Dv, 64)
+    sizes = (other_bytes + 128 * o_slabs * t.BLOCK_M for o_slabs in (slabs, cdiv(slabs, 2)))
+    return next((size for size in sizes if size <= SMEM), other_bytes)
 
 
 def input_bytes(p: Problem, t: Tile) -> int:
@@ -191,19 +196,42 @@ kernel = Kernel(
 
 def invariant_tile(p: Problem) -> dict[str, int]:
     """BLOCK_N, which determines after which keys m may change, and so the bits. It depends only on head dimensions and
-    options, and is the fastest on average over lengths and layouts."""
+    options, and is the fastest on average over lengths and layouts (experiments/029_invariant)."""
     width = max(p.D, p.Dv)
     if p.reads_elements:
         return {"BLOCK_N": 64 if width <= 128 else 32}
-    return {"BLOCK_N": 64 if width <= 64 else 80}
+    return {"BLOCK_N": 80 if 64 < width <= 128 else 64}
 
 
 def invariant_rank(p: Problem, t: Tile) -> float:
-    """Sort key of tiles: those whose BLOCK_M suits the number of rows first, and of these the one with most STAGES."""
-    width = max(p.D, p.Dv)
-    large = pure(p) and p.Sq > 128 and width <= 128
-    rows = 256 if large and width <= 64 else 192 if large and p.Sq >= 1152 else 128
-    return 8 * (rows != t.BLOCK_M) - t.STAGES
+    """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles, and of equal
+    ones that with most STAGES."""
+    return 8 * work_tiles(p, t) - t.STAGES if was_timed(p, t) else float("inf")
+
+
+@lru_cache(maxsize=64)
+def may_pack(p: Problem) -> bool:
+    """Whether the rows of a work tile may belong to several heads (work_tile.cuh): few queries, and no option that
+    depends on the head."""
+    if p.group == 1 or not 0 < p.Sq <= 128 or p.ragged:
+        return False
+    return replace(p, key_lengths=False, page_size=0, pages=0, softcap=0.0).plain
+
+
+def work_tiles(p: Problem, t: Tile) -> int:
+    """Work tiles of all heads, without splits: of each head, or of each group of heads."""
+    tiles = packed_tiles(p, t) if packs(p, t) else p.group * p.query_tiles(t.BLOCK_M)
+    return tiles * p.batches * p.Hk
+
+
+def packs(p: Problem, t: Tile) -> bool:
+    """PACK_GQA: whether the rows of a work tile belong to all heads of a group, if this makes fewer work tiles."""
+    return may_pack(p) and packed_tiles(p, t) < p.group * p.query_tiles(t.BLOCK_M)
+
+
+def packed_tiles(p: Problem, t: Tile) -> int:
+    """Work tiles of a group of heads, each of which has slots of 16 rows."""
+    return cdiv(16 * p.group * cdiv(p.Sq, 16), t.BLOCK_M)
 
 
 def range_tiles(t: Tile) -> int:
@@ -211,27 +239,50 @@ def range_tiles(t: Tile) -> int:
     return (RANGE_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
 
 
+def ranges(p: Problem, t: Tile) -> int:
+    """Ranges of keys of the longest row; of a ragged batch an upper bound. One with a left window bound, a block map or
+    ALiBi: key tile j then does not begin at key j * BLOCK_N."""
+    one = p.bounds[0] is not None or p.has_block_map or p.alibi
+    return 1 if one else max(1, cdiv(p.rows[1], range_tiles(t) * t.BLOCK_N))
+
+
 def splits(p: Problem, t: Tile) -> int:
     """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
-    GPU. 1 in a ragged batch, whose number of work tiles the host does not know, and where KEY_RANGES (key_splits.cuh)
-    is false: with a left window bound, a block map or ALiBi."""
-    work_tiles, ranges = p.query_tiles(t.BLOCK_M) * p.batches * p.H, cdiv(p.Sk, range_tiles(t) * t.BLOCK_N)
-    one_range = p.bounds[0] is not None or p.has_block_map or p.alibi
-    return ranges if ranges > 1 and work_tiles < 2 * HOPPER_SMS and not p.ragged and not one_range else 1
+    GPU. 1 in a ragged batch, whose number of work tiles the host does not know."""
+    return ranges(p, t) if work_tiles(p, t) < 2 * HOPPER_SMS and not p.ragged else 1
+
+
+def merges(p: Problem, t: Tile) -> bool:
+    """MERGE_RANGES: whether a block merges the ranges of a row."""
+    return ranges(p, t) > 1 and splits(p, t) == 1
+
+
+def invariant_macros(p: Problem, t: Tile) -> dict[str, int]:
+    """Which code the lengths need (key_splits.cuh, work_tile.cuh)."""
+    merging, split, packed = merges(p, t), splits(p, t) > 1, packs(p, t)
+    return {"MERGE_RANGES": int(merging), "SPLIT_KEYS": int(split), "PACK_GQA": int(packed)}
+
+
+def earlier_bytes(p: Problem, t: Tile) -> int:
+    """Shared memory for the sums of earlier ranges: O in fp32, m and l, if they fit. O must then fit in Q's buffer."""
+    size = cdiv(t.BLOCK_M * (cdiv(p.Dv, 16) * 64 + 8), 1024) * 1024
+    fits = input_bytes(p, t) + size <= SMEM and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
+    return size if merges(p, t) and fits else 0
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory, of which none is zeroed: O, m and l of every row and split; without splits, of the
-    earlier keys of each consumer thread of a block (key_splits.cuh)."""
+    earlier keys of each consumer thread of a block, if they do not fit in shared memory (key_splits.cuh)."""
     if splits(p, t) > 1:
         return p.batches * p.H * p.Sq * splits(p, t) * (p.Dv + 2), 0
-    vectors = cdiv(p.Dv, 16) * 2 + 1
-    return (4 * grid(p, t)[0] * (1 + vectors * 2 * t.BLOCK_M) if p.rows[1] > range_tiles(t) * t.BLOCK_N else 0), 0
+    if not merges(p, t) or earlier_bytes(p, t):
+        return 0, 0
+    return 4 * invariant_grid(p, t)[0] * (cdiv(p.Dv, 16) * 2 * 2 * t.BLOCK_M + t.BLOCK_M // 2), 0
 
 
 def invariant_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """At most BLOCKS persistent blocks."""
-    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H * splits(p, t), t.BLOCKS), 1, 1)
+    return (min(work_tiles(p, t) * splits(p, t), t.BLOCKS), 1, 1)
 
 
 invariant_kernel = replace(
@@ -249,22 +300,24 @@ invariant_kernel = replace(
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=3, BLOCKS=132),
-        Tile(BLOCK_M=128, BLOCK_N=80, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=4, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),
     rank=invariant_rank,
     macros={"KEY_SPLITS": 1, "INVARIANT": 1},
+    macros_of=invariant_macros,
+    smem_bytes=lambda p, t: with_output(p, t, input_bytes(p, t) + earlier_bytes(p, t)),
     grid=invariant_grid,
     scratch={"partials": partials},
     numbers={"splits": splits},
-    args=(*kernel.args, "partials", "splits"),
+    args=(*("Q_warp_map" if name == "Q_map" else name for name in kernel.args), "partials", "splits"),
     then=(
         replace(kernel.then[0], name="fwd_wgmma_invariant_clear"),
         Entry(
             name="fwd_wgmma_invariant_combine",
+            programmatic_launch=True,
             grid=lambda p, t: (p.Sq if splits(p, t) > 1 else 0, p.H, p.batches),
             block=lambda t: (64, 1, 1),
             numbers={"splits": splits},

@@ -9,6 +9,12 @@
 constexpr unsigned MAX_SMEM = 232448, BARRIER_BYTES = 1024;
 constexpr bool fits_in_smem(unsigned tile_bytes) { return tile_bytes + BARRIER_BYTES <= MAX_SMEM; }
 
+// An element of O divided by l. INVARIANT: -0 becomes 0, since merged ranges of keys (key_splits.cuh) may change its
+// sign.
+__device__ __forceinline__ float normalized(float o, float O_scale) {
+    return INVARIANT ? fmaf(o, O_scale, 0.0f) : o * O_scale;
+}
+
 // O's buffer for CONSUMERS warpgroups. A slab is 64 columns of a tile (swizzle.cuh). If all or half of O's slabs fit at
 // byte AT, behind all other tiles, O has a buffer of its own, so that the next Q can load during the store. Otherwise O
 // reuses Q's buffer, at byte 0.
@@ -46,7 +52,8 @@ struct OutputBuffer {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = 8 * step + 2 * k;
-                    packed[k] = pack(softmax.O[i] * O_scale[k % 2], softmax.O[i + 1] * O_scale[k % 2]);
+                    packed[k] =
+                        pack(normalized(softmax.O[i], O_scale[k % 2]), normalized(softmax.O[i + 1], O_scale[k % 2]));
                 }
                 const unsigned offset = Outputs::chunk(lane % 16, 2 * (step - 4 * slab) + lane / 16);
                 stmatrix_x4(slab_smem + offset, packed[0], packed[1], packed[2], packed[3]);

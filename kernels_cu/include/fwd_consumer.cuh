@@ -70,12 +70,10 @@ struct WorkTileConsumer : ConsumerTiles {
         if (state.lane == 0) VPipeline::release(base, pipe_index + j);
     }
 
-    // Whether this consumer takes a turn for its first key tile. Not for key tile 0, for which no consumer does, as
-    // none has exponentials yet that could overlap with MMAs. Not with STAGGERED, whose consumers have different first
-    // tiles.
-    __device__ __forceinline__ bool first_tile_has_turn() const {
-        return !STAGGERED && first_own > 0 && first_own < turns_end;
-    }
+    // Whether this consumer takes a turn for key tile j, its first one (or of a range of keys). Not for key tile 0, for
+    // which no consumer does, as none has exponentials yet that could overlap with MMAs. Not with STAGGERED, whose
+    // consumers have different first tiles.
+    __device__ __forceinline__ bool first_tile_has_turn(int j) const { return !STAGGERED && j > 0 && j < turns_end; }
 
     // ---- scores and mask
 

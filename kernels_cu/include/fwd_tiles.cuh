@@ -34,7 +34,11 @@ using Outputs = Swizzled<WARPGROUP_ROWS, DV_PAD>;
 
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 using Bias = BiasTiles<V_AT + STAGES * Values::BYTES>;
-using OBuffer = OutputBuffer<Outputs, Queries, CONSUMERS, Bias::END>;
+// MERGE_RANGES: O in fp32, m and l of the earlier keys of each row (key_splits.cuh), here if they fit.
+constexpr unsigned EARLIER_AT = Bias::END, EARLIER_BYTES = (BLOCK_M * (DV_PAD * 4 + 8) + 1023) / 1024 * 1024;
+constexpr bool EARLIER_IN_SMEM =
+    MERGE_RANGES && Outputs::SLABS <= Queries::SLABS && fits_in_smem(EARLIER_AT + EARLIER_BYTES);
+using OBuffer = OutputBuffer<Outputs, Queries, CONSUMERS, EARLIER_AT + (EARLIER_IN_SMEM ? EARLIER_BYTES : 0)>;
 constexpr bool SEPARATE_O = OBuffer::SEPARATE;
 constexpr unsigned BARRIERS_AT = OBuffer::END;
 static_assert(SMEM_BYTES == BARRIERS_AT + BARRIER_BYTES, "spec and kernel disagree on shared memory");

@@ -1,7 +1,7 @@
-// How the consumer warpgroups of fwd_wgmma and fwd_wgmma_invariant differ. In fwd_wgmma_invariant, the sums of a row
-// begin anew with each range of keys (key_splits.cuh), rows of V behind the last key are cleared, and only rows that
-// are not finite are recomputed. In fwd_wgmma, store_non_finite recomputes all 16 rows of the warp, and the other
-// functions do nothing.
+// How fwd_wgmma and fwd_wgmma_invariant differ. In fwd_wgmma_invariant, the warps of a work tile may have rows of
+// several heads (PACK_GQA), the sums of a row begin anew with each range of keys (key_splits.cuh), rows of V behind the
+// last key are cleared, and only rows that are not finite are recomputed. In fwd_wgmma, store_non_finite recomputes all
+// 16 rows of the warp, there is one range of keys, and the functions for several do nothing.
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
@@ -16,15 +16,45 @@ __device__ __forceinline__ unsigned key_splits(const Arguments& args) {
 #endif
 }
 
+// fwd_wgmma_invariant: loads 16 rows of Q for each warp of one consumer, those of its head (PACK_GQA); used by one
+// thread. Q_map has boxes of 16 rows.
+__device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& args, const WorkTile& work_tile,
+                                               const SeqlenInfo& sequence, int b, int consumer) {
+    const SmemAddr Q_smem = base + consumer * Queries::BYTES, full = FullQ::at(base, consumer);
+    mbarrier_arrive_expect_tx(full, Queries::BYTES);
+#pragma unroll 1
+    for (int warp = 0; warp < 4; ++warp) {
+        const WorkTile rows = rows_of_warp(work_tile, 4 * consumer + warp, args.score);
+        Queries::load_part(Q_smem + warp * WARP_ROWS * 128, args.Q_map, 0, sequence.tma_query_row(rows.row0),
+                           args.Q.stride_h ? rows.h() : 0, sequence.tma_query_batch(b), full);
+    }
+}
+
 struct KeyRangeConsumer : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
 
     // Whether this work tile has a part of the keys of its rows: its O, m and l are a partial result.
-    __device__ __forceinline__ bool is_split() const { return KEY_SPLITS && key_splits(args) > 1; }
+    __device__ __forceinline__ bool is_split() const { return SPLIT_KEYS; }
 
     // Whether a range of keys begins with key tile j, which is not the first one.
     __device__ __forceinline__ bool begins_key_range(int j) const {
-        return KEY_RANGES && j > first_own && j % RANGE_TILES == 0;
+        return MERGE_RANGES && j > first_own && j % RANGE_TILES == 0;
+    }
+    // The last key tile of the range that begins with tile `begin`.
+    __device__ __forceinline__ int last_of_range(int begin) const {
+        return MERGE_RANGES ? min(last, begin + RANGE_TILES - 1) : last;
+    }
+
+    // Stores LSE, and returns in O_scale the factors that normalise O.
+    __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
+        if (is_split()) return;
+        finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
+    }
+    // O is complete after P V of tile j.
+    __device__ __forceinline__ void wait_PV(SoftmaxState& softmax, int j) {
+        wgmma_wait<0>();
+        warpgroup_fence_operand(softmax.O);
+        release_V(j);
     }
 
     // Sets the rows of V behind the last valid key to 0. P is 0 there, but the memory may contain NaN, and
@@ -52,14 +82,28 @@ struct KeyRangeConsumer : WorkTileConsumer {
     }
 
 #if KEY_SPLITS
-    using Earlier = EarlierKeys<SoftmaxState, THREADS - 128>;
-    __device__ __forceinline__ Earlier earlier_keys() const { return {args.partials, blockIdx.x}; }
+    using Earlier = EarlierKeys<SoftmaxState, THREADS - 128, EARLIER_IN_SMEM>;
+    using EarlierFactors = Earlier::Factors;
+    __device__ __forceinline__ Earlier earlier_keys() const {
+        float4* const in_smem = reinterpret_cast<float4*>(state.smem + EARLIER_AT);
+        float4* const in_global = reinterpret_cast<float4*>(args.partials) + blockIdx.x * Earlier::BLOCK_VECTORS;
+        return {EARLIER_IN_SMEM ? in_smem : in_global, threadIdx.x - 128};
+    }
+    // Whether the rows have keys before the range of the last tile.
+    __device__ __forceinline__ bool has_earlier_keys() const { return last >= RANGE_TILES; }
 
-    // Adds the sums of the keys before the range of the last tile; l becomes the sum of the row, in lane q = 0.
-    __device__ __forceinline__ void merge_earlier_keys(SoftmaxState& softmax) const {
+    // MERGE_RANGES: m and l become those of all keys; l that of the row, in lane q = 0. Returns the factors for
+    // merge_O.
+    __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState& softmax) const {
+        if (!MERGE_RANGES) return {};
         sum_l(softmax);
-        if (args.splits == 1) earlier_keys().merge_into(softmax, state.scale_log2, last >= RANGE_TILES);
+        const EarlierFactors factors = earlier_keys().merge_stats(softmax, state.scale_log2, has_earlier_keys());
         if (state.q) softmax.l[0] = softmax.l[1] = 0.0f;
+        return factors;
+    }
+    // MERGE_RANGES: adds O of the keys before the range of the last tile.
+    __device__ __forceinline__ void merge_O(SoftmaxState& softmax, const EarlierFactors& factors) const {
+        if (MERGE_RANGES && has_earlier_keys()) earlier_keys().add_to(softmax, factors);
     }
     // Moves the sums of the keys before tile j to memory: tile j is the first of a range.
     __device__ __forceinline__ void store_earlier_keys(SoftmaxState& softmax, int j) const {
@@ -70,32 +114,28 @@ struct KeyRangeConsumer : WorkTileConsumer {
     static __device__ __forceinline__ void sum_l(SoftmaxState& softmax) {
         softmax.l[0] = row_sum<4>(softmax.l[0]), softmax.l[1] = row_sum<4>(softmax.l[1]);
     }
-    // The partial result of a split: O, m and l.
+    // SPLIT_KEYS: stores the partial result of a split, O, m and l.
     __device__ __forceinline__ void store_split(const SoftmaxState& softmax) const {
         const SplitResults results{args.partials, static_cast<long long>(args.batch_heads) * head.Sq, args.splits};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            const float l = row_sum<4>(softmax.l[half]);
             const int row = warp_row + state.g + 8 * half;
             if (row >= head.Sq) continue;
             const long long number = head.lse_offset(batch_head) + row;
-            float* const to = results.O(number, split_number());
+            float* const to = results.O(number, split);
 #pragma unroll
             for (int i = 0; i < DV_PAD / 8; ++i)
                 if (8 * i + 2 * state.q < HEAD_DIM_V)
                     *reinterpret_cast<float2*>(to + 8 * i + 2 * state.q) =
                         make_float2(softmax.O[4 * i + 2 * half], softmax.O[4 * i + 2 * half + 1]);
-            if (state.q == 0) results.sums(number, split_number()) = make_float2(softmax.m[half], softmax.l[half]);
+            if (state.q == 0) results.sums(number, split) = make_float2(softmax.m[half], l);
         }
     }
-    __device__ __forceinline__ int split_number() const {
-#if RAGGED
-        return 0;
 #else
-        return WorkTile::split;
-#endif
-    }
-#else
-    __device__ __forceinline__ void merge_earlier_keys(SoftmaxState&) const {}
+    struct EarlierFactors {};
+    __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState&) const { return {}; }
+    __device__ __forceinline__ void merge_O(SoftmaxState&, EarlierFactors) const {}
     __device__ __forceinline__ void store_earlier_keys(SoftmaxState&, int) const {}
     __device__ __forceinline__ void store_split(const SoftmaxState&) const {}
 #endif
@@ -116,7 +156,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
                 const int column = 8 * i + 2 * state.q;
                 if (row < head.Sq && column < HEAD_DIM_V)
                     *reinterpret_cast<unsigned*>(head.query(args.O, h(), row) + column) =
-                        pack(pair[0] * O_scale[half], pair[1] * O_scale[half]);
+                        pack(normalized(pair[0], O_scale[half]), normalized(pair[1], O_scale[half]));
             }
             __syncwarp();  // the rows are stored before some of them are overwritten
             attend_non_finite_rows(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, b, h(), args.H,

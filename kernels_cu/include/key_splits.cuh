@@ -1,13 +1,14 @@
 // Sums of a row over fixed ranges of keys (fwd_wgmma_invariant): every RANGE_TILES key tiles O, m and l begin anew, and
 // are merged with those of the earlier keys. The ranges of a row may therefore also be computed by different blocks
-// (split-KV), and be merged afterwards, with equal bits.
+// (split-KV), and be merged afterwards, with equal bits. Merging with the sums of no keys changes no bit, so a row of
+// one range is not merged. The macros follow from the problem:
+//
+//   MERGE_RANGES  a row may have several ranges, which its block computes and merges
+//   SPLIT_KEYS    a work tile has one range of its rows, and fwd_wgmma_combine merges them
+//   neither       no row has more than one range
 #pragma once
+#include "epilogue.cuh"
 #include "n_block_range.cuh"
-#include "partial_O.cuh"
-
-// Whether a long row has several ranges. A range begins where j % RANGE_TILES == 0, so key tile j must begin at key
-// j * BLOCK_N. It does not with a left window bound, a block map, or tiles in descending order (ALiBi).
-constexpr bool KEY_RANGES = KEY_SPLITS && !Head::HAS_LEFT_BOUND && !WALK_BACKWARDS && !Head::HAS_BLOCK_MAP;
 
 // The factors of a sum over earlier keys (x) and of one over later keys (y), whose maxima are m_earlier and m.
 // m becomes the larger of the two.
@@ -21,46 +22,71 @@ __device__ __forceinline__ float merged(float earlier, float later, float2 facto
     return fmaf(earlier, factors.x, later * factors.y);
 }
 
-// O, m and l of the earlier keys, of one consumer thread of a persistent block, in global memory. l is the sum of a
-// row, not of a lane.
-template <class State, int THREADS>
-struct EarlierKeys : PartialO<State::O_REGISTERS, THREADS> {
-    using Memory = PartialO<State::O_REGISTERS, THREADS>;
-    using Memory::Memory, Memory::slot, Memory::row_stats;
-    static constexpr int LOADS = State::O_REGISTERS > 64 ? 4 : 8;  // in flight, of 16 bytes
+// O, m and l of the earlier keys, of one consumer thread. l is the sum of a row, not of a lane. O: vectors of four
+// elements, THREADS of which are adjacent; then a vector for each pair of rows, with their m and l. In shared memory if
+// it fits, otherwise in global memory.
+template <class State, int THREADS, bool IN_SMEM>
+struct EarlierKeys {
+    static constexpr int VECTORS = State::O_REGISTERS / 4, BLOCK_VECTORS = VECTORS * THREADS + THREADS / 4;
+    // Loads in flight, of 16 bytes: after the last range, and before, when the registers of S and P are free. More
+    // would spill.
+    static constexpr int LAST_LOADS = IN_SMEM ? 2 : 4, LOADS = IN_SMEM ? 2 : State::O_REGISTERS > 64 ? 12 : 8;
+    float4 *const slot, *const stats;
+    // block: the memory of the block. thread: index of the consumer thread.
+    __device__ __forceinline__ EarlierKeys(float4* block, unsigned thread)
+        : slot(block + thread), stats(block + VECTORS * THREADS + thread / 4) {}
 
-    // Adds O of the earlier keys, if there are any, to that of `softmax`, and calls use(i, sum) for the i-th vector of
-    // four elements. m and l of `softmax` become those of all keys. Without earlier keys the sums are merged with
-    // zeros: a branch around the loop would need more registers.
-    template <class Use>
-    __device__ __forceinline__ void merge(State& softmax, float scale_log2, bool has_earlier, const Use& use) const {
-        __syncwarp();  // no load before the MMAs have ended: their results need the registers
-        const float4 stats = has_earlier ? row_stats() : make_float4(-INF, -INF, 0.0f, 0.0f);
-        const float2 factors[2] = {merge_factors(stats.x, softmax.m[0], scale_log2),
-                                   merge_factors(stats.y, softmax.m[1], scale_log2)};
-        softmax.l[0] = merged(stats.z, softmax.l[0], factors[0]);
-        softmax.l[1] = merged(stats.w, softmax.l[1], factors[1]);
-#pragma unroll
-        for (int i = 0; i < State::O_REGISTERS / 4; ++i) {
-            const float4 earlier = has_earlier ? slot[i * THREADS] : float4();
-            const float* const o = softmax.O + 4 * i;
-            use(i, make_float4(merged(earlier.x, o[0], factors[0]), merged(earlier.y, o[1], factors[0]),
-                               merged(earlier.z, o[2], factors[1]), merged(earlier.w, o[3], factors[1])));
-            if (i % LOADS == LOADS - 1) __syncwarp();  // more loads in flight would spill
-        }
+    // m and l of `softmax` become those of all keys. Returns the factors of both sums of O, of the thread's two rows.
+    struct Factors {
+        float2 of_row[2];
+    };
+    __device__ __forceinline__ Factors merge_stats(State& softmax, float scale_log2, bool has_earlier) const {
+        const float4 earlier = has_earlier ? *stats : make_float4(-INF, -INF, 0.0f, 0.0f);
+        const Factors factors = {
+            {merge_factors(earlier.x, softmax.m[0], scale_log2), merge_factors(earlier.y, softmax.m[1], scale_log2)}};
+        softmax.l[0] = merged(earlier.z, softmax.l[0], factors.of_row[0]);
+        softmax.l[1] = merged(earlier.w, softmax.l[1], factors.of_row[1]);
+        return factors;
     }
-    // O, m and l of `softmax` become those of all keys.
-    __device__ __forceinline__ void merge_into(State& softmax, float scale_log2, bool has_earlier) const {
-        merge(softmax, scale_log2, has_earlier, [&](int i, float4 sum) {
+    // O of `softmax` becomes that of all keys.
+    __device__ __forceinline__ void add_to(State& softmax, const Factors& factors) const {
+        for_each_sum<LAST_LOADS>(softmax, factors, [&](int i, float4 sum) {
             float* const o = softmax.O + 4 * i;
             o[0] = sum.x, o[1] = sum.y, o[2] = sum.z, o[3] = sum.w;
         });
     }
-    // Adds O, m and l of `softmax` to those in memory. m and l of `softmax` also become those of all keys. Its O is
-    // unchanged, since a change in a branch would need more registers; the caller's next P V overwrites it.
+    // Stores O, m and l of `softmax`, merged with those in memory if there are any. m and l of `softmax` also become
+    // those of all keys. Its O is unchanged, since a change in a branch would need more registers; the caller's next
+    // P V overwrites it.
     __device__ __forceinline__ void add(State& softmax, float scale_log2, bool has_earlier) const {
-        merge(softmax, scale_log2, has_earlier, [&](int i, float4 sum) { slot[i * THREADS] = sum; });
-        slot[(Memory::VECTORS - 1) * THREADS] = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);
+        if (has_earlier) {
+            const Factors factors = merge_stats(softmax, scale_log2, true);
+            for_each_sum<LOADS>(softmax, factors, [&](int i, float4 sum) { slot[i * THREADS] = sum; });
+        } else {
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                const float* const o = softmax.O + 4 * i;
+                slot[i * THREADS] = make_float4(o[0], o[1], o[2], o[3]);
+            }
+        }
+        __syncwarp();  // the four lanes of a row have read its m and l
+        if (threadIdx.x % 4 == 0) *stats = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);
+        __syncwarp();
+    }
+
+  private:
+    // Calls use(i, sum) for the i-th vector of O of all keys.
+    template <int LOADS, class Use>
+    __device__ __forceinline__ void for_each_sum(const State& softmax, const Factors& factors, const Use& use) const {
+        __syncwarp();  // no load before the MMAs have ended: their results need the registers
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const float4 earlier = slot[i * THREADS];
+            const float* const o = softmax.O + 4 * i;
+            use(i, make_float4(merged(earlier.x, o[0], factors.of_row[0]), merged(earlier.y, o[1], factors.of_row[0]),
+                               merged(earlier.z, o[2], factors.of_row[1]), merged(earlier.w, o[3], factors.of_row[1])));
+            if (i % LOADS == LOADS - 1) __syncwarp();
+        }
     }
 };
 
@@ -87,18 +113,27 @@ __device__ __forceinline__ void merge_splits(const View<const dtype>& Q, const V
     const long long number = head.lse_offset(H, h) + row;
     const bool own = quad < HEAD_DIM_V / 4;
     const float scale_log2 = head.softmax_scale * Head::LOG2E;
+    constexpr int LOADS = 8;  // splits in flight
     float m = -INF, l = 0.0f, o[4] = {};
-#pragma unroll 4
-    for (int split = 0; split < results.splits; ++split) {
-        const float4 next = own ? reinterpret_cast<const float4*>(results.O(number, split))[quad] : float4();
-        const float2 sums = results.sums(number, split);
-        const float earlier[4] = {o[0], o[1], o[2], o[3]}, later[4] = {next.x, next.y, next.z, next.w};
-        float m_new = sums.x;
-        const float2 factors = merge_factors(m, m_new, scale_log2);
-        l = merged(l, sums.y, factors);
-        m = m_new;
+#pragma unroll 1
+    for (int first = 0; first < results.splits; first += LOADS) {
+        float4 next[LOADS];
+        float2 sums[LOADS];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[i] = merged(earlier[i], later[i], factors);
+        for (int i = 0; i < LOADS; ++i) {
+            const int split = min(first + i, results.splits - 1);
+            next[i] = own ? reinterpret_cast<const float4*>(results.O(number, split))[quad] : float4();
+            sums[i] = results.sums(number, split);
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            if (first + i >= results.splits) break;
+            const float2 factors = merge_factors(m, sums[i].x, scale_log2);
+            l = merged(l, sums[i].y, factors);
+            m = sums[i].x;
+            o[0] = merged(o[0], next[i].x, factors), o[1] = merged(o[1], next[i].y, factors);
+            o[2] = merged(o[2], next[i].z, factors), o[3] = merged(o[3], next[i].w, factors);
+        }
     }
     if (Head::HAS_MASK && __syncthreads_or(own && !all_finite(o))) {
         if (threadIdx.x < 32) attend_non_finite<1, 1>(Q, K, V, O, LSE, group, score, b, h, H, row, 0);
@@ -107,8 +142,8 @@ __device__ __forceinline__ void merge_splits(const View<const dtype>& Q, const V
     const FinalizedRow final_row = head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(m, l);
     if (own)
         reinterpret_cast<uint2*>(head.query(O, h, row))[quad] =
-            make_uint2(pack(o[0] * final_row.O_scale, o[1] * final_row.O_scale),
-                       pack(o[2] * final_row.O_scale, o[3] * final_row.O_scale));
+            make_uint2(pack(normalized(o[0], final_row.O_scale), normalized(o[1], final_row.O_scale)),
+                       pack(normalized(o[2], final_row.O_scale), normalized(o[3], final_row.O_scale)));
     if (quad == 0) LSE[number] = final_row.lse;
 }
 
@@ -118,6 +153,7 @@ extern "C" __global__ __launch_bounds__(64) void fwd_wgmma_combine(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<dtype> O, float* LSE, int H,
     int batch_heads, int group, const __grid_constant__ Score score, float* partials, int splits) {
+    griddepcontrol_wait();
     merge_splits(Q, K, V, O, LSE, {partials, static_cast<long long>(batch_heads) * score.Sq, splits}, H, group, score);
 }
 #endif

@@ -34,8 +34,10 @@ constexpr bool STAGGERED =
 // tile: otherwise both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
 
-// KEY_SPLITS: key tiles of a range of keys (key_splits.cuh). fwd_wgmma.py has the same RANGE_KEYS.
+// Key tiles of a range of keys (key_splits.cuh). fwd_wgmma.py has the same RANGE_KEYS.
 constexpr int RANGE_KEYS = 2048, RANGE_TILES = (RANGE_KEYS + BLOCK_N / 2) / BLOCK_N;
+static_assert(!(MERGE_RANGES || SPLIT_KEYS) || !(Head::HAS_LEFT_BOUND || WALK_BACKWARDS || Head::HAS_BLOCK_MAP),
+              "a range begins where j % RANGE_TILES == 0, so key tile j must begin at key j * BLOCK_N");
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
@@ -50,24 +52,25 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
     Range n_blocks;
     int tiles;  // how many; with a block map, at most
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
-        n_blocks = n_block_range(Head(sequence(score), h()), row0, row0 + BLOCK_M);
-#if KEY_SPLITS && !RAGGED
-        n_blocks = of_split(n_blocks);
-#endif
+        const Head head(sequence(score), h());
+        n_blocks = PACK_GQA ? n_block_range(head, 0, head.Sq) : n_block_range(head, row0, row0 + BLOCK_M);
+        if (SPLIT_KEYS) n_blocks = of_split(n_blocks);
         tiles = n_blocks.end - n_blocks.begin;
     }
-#if KEY_SPLITS && !RAGGED
-    // The part of a range of key tiles that belongs to the work tile's split.
+    // SPLIT_KEYS: those of the key tiles that are in the work tile's range of keys.
     __device__ __forceinline__ Range of_split(Range all) const {
-        if (split < 0) return all;
+        if (!SPLIT_KEYS) return all;
         const int begin = max(all.begin, split * RANGE_TILES);
         return {begin, max(begin, min(all.end, (split + 1) * RANGE_TILES))};
     }
-#endif
+    // The key tiles that rows row .. row + 63 see; PACK_GQA: that all rows see.
+    __device__ __forceinline__ Range of_warpgroup(const Head& head, int row) const {
+        return PACK_GQA ? n_blocks : of_split(n_block_range(head, row, row + WARPGROUP_ROWS));
+    }
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int n0(int j) const {
         return (WALK_BACKWARDS                       ? n_blocks.end - 1 - j
-                : Head::HAS_LEFT_BOUND || KEY_SPLITS ? n_blocks.begin + j
+                : Head::HAS_LEFT_BOUND || SPLIT_KEYS ? n_blocks.begin + j
                                                      : j) *
                BLOCK_N;
     }
@@ -124,21 +127,16 @@ struct ConsumerTiles : WorkTileRange {
     const Range fully_visible_keys;  // keys that all rows of the warp see
 
     __device__ __forceinline__ ConsumerTiles(const WorkTile& tile, unsigned warp, const Score& score)
-        : WorkTileRange(tile, score), warp(warp), consumer(warp / 4 - 1),
-          warpgroup_row(row0 + WARPGROUP_ROWS * consumer), warp_row(warpgroup_row + warp % 4 * 16),
-          head(sequence(score), h()),
-#if KEY_SPLITS && !RAGGED
-          own_n_blocks(of_split(n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS))),
-#else
-          own_n_blocks(n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
-#endif
+        : WorkTileRange(PACK_GQA ? rows_of_warp(tile, warp - 4, score) : tile, score), warp(warp),
+          consumer(warp / 4 - 1), warpgroup_row(rows_of_warp(tile, 4 * consumer, score).row0),
+          warp_row(PACK_GQA ? row0 : warpgroup_row + warp % 4 * WARP_ROWS), head(sequence(score), h()),
+          own_n_blocks(of_warpgroup(head, warpgroup_row)),
           own_tiles(Head::HAS_BLOCK_MAP       ? tiles
                     : warpgroup_row < head.Sq ? own_n_blocks.end - own_n_blocks.begin
                                               : 0),
           first_own(first_own_tile(own_n_blocks, own_tiles)),
           last(Head::HAS_BLOCK_MAP && own_tiles > 0 ? UNBOUNDED : first_own + own_tiles - 1),
-          fully_visible_keys(head.fully_visible_keys<Head::HAS_BLOCK_MAP>(warp_row, warp_row + 16)) {
-    }
+          fully_visible_keys(head.fully_visible_keys<Head::HAS_BLOCK_MAP>(warp_row, warp_row + 16)) {}
 
     // Key tile j. With a block map it is given by its list entry, which also tells `last`.
     __device__ __forceinline__ KeyTile key_tile(int j, unsigned entry) {

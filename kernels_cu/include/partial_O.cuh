@@ -1,4 +1,4 @@
-// Partial O in global memory, of a persistent block: O, not divided by l, with m and l. Three uses:
+// Partial O in global memory, of a persistent block: O, not divided by l, with m and l. Two uses:
 //
 //   long sums   float8 wgmma keeps about 14 bits of a sum and rounds towards zero: 32 keys lower O by up to 2^-13 of
 //               its value. O therefore accumulates at most MMA_SUM_KEYS keys in the tensor cores, and is then added in
@@ -6,7 +6,6 @@
 //               (half a unit in the last place), and 0.07% otherwise; without partial O it is 1.2% after 16k keys
 //               (experiments/015_fp8).
 //   stream-K    blocks that share a work tile exchange their partial O (stream_k.cuh).
-//   key ranges  fwd_wgmma_invariant keeps the sums of the earlier ranges of keys (EarlierKeys in key_splits.cuh).
 #pragma once
 #include "softmax_rows.cuh"
 

@@ -26,7 +26,7 @@ struct WarpSchedulerBarrier {
 //   STAGGERED: as many key tiles as the consumer with the fewest has.
 //   Four consumers (short sequences): until the first consumer has no more tiles. With a causal mask it finishes first
 //   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).
-//   Two or three consumers: all key tiles.
+//   Two or three consumers, or PACK_GQA, with which all consumers see the same key tiles: all key tiles.
 __device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {
     const Head& head = work_tile.head;
     if (STAGGERED) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {
         }
         return work_tile.first_own + min_tiles;
     }
-    if (CONSUMERS < 4) return CONSUMERS > 1 ? UNBOUNDED : 0;
+    if (CONSUMERS < 4 || PACK_GQA) return CONSUMERS > 1 ? UNBOUNDED : 0;
     if (work_tile.row0 + BLOCK_M - WARPGROUP_ROWS >= head.Sq) return 0;  // the last consumer has no rows
     const Range first = n_block_range(head, work_tile.row0, work_tile.row0 + WARPGROUP_ROWS);
     const int tiles = first.end - first.begin;

@@ -11,6 +11,9 @@
 // MASK     1; + 4: the same for every key
 // INVARIANT  1: the bits of a row must not depend on the other rows of its warp, nor on where its tile begins
 // KEY_SPLITS  1: sums over fixed ranges of keys, which several blocks may share (key_splits.cuh)
+// MERGE_RANGES  1: a block merges the ranges of keys of its rows; SPLIT_KEYS 1: a work tile has one of them; both 0:
+//               there is one range
+// PACK_GQA  1: the rows of a work tile belong to all query heads of a group (work_tile.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
 // BLOCK_MAP  1: one bit per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)
 // SCORE_SNIPPET  a hash of the user's expressions (score_mod and mask_mod of FlexAttention) as CUDA code
@@ -58,6 +61,15 @@
 #endif
 #ifndef KEY_SPLITS
 #define KEY_SPLITS 0
+#endif
+#ifndef MERGE_RANGES
+#define MERGE_RANGES 0
+#endif
+#ifndef SPLIT_KEYS
+#define SPLIT_KEYS 0
+#endif
+#ifndef PACK_GQA
+#define PACK_GQA 0
 #endif
 #ifndef SCORE_BYTES
 #define SCORE_BYTES 16

@@ -81,6 +81,30 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
     });
 }
 
+#if !RAGGED
+// The work tiles of a static order: m_block < m_blocks() of each head < heads(). With PACK_GQA a group of heads takes
+// the place of a head; with SPLIT_KEYS the `splits` ranges of the keys of a head do.
+struct StaticWorkTiles {
+    const unsigned H, group, splits;
+    __device__ __forceinline__ unsigned m_blocks(const Score& score) const {
+        return PACK_GQA ? (group * slots_of_head(score.Sq) * WARP_ROWS + BLOCK_M - 1) / BLOCK_M
+                        : query_tiles<BLOCK_M>(score);
+    }
+    // batch_heads: B * H * splits
+    __device__ __forceinline__ unsigned heads(unsigned batch_heads) const {
+        return PACK_GQA ? batch_heads / group : batch_heads;
+    }
+    __device__ __forceinline__ WorkTile tile(unsigned m_block, unsigned head) const {
+        const unsigned whole = SPLIT_KEYS ? head / splits : head;
+        WorkTile work_tile(m_block * BLOCK_M, PACK_GQA ? whole * group : whole, H);
+#if KEY_SPLITS
+        work_tile.split = SPLIT_KEYS ? head % splits : 0, work_tile.group = group;
+#endif
+        return work_tile;
+    }
+};
+#endif
+
 // Broadcasts work tiles inside a persistent block: a pipeline of one stage, at byte AT of shared memory, with a full
 // and an empty mbarrier.
 //
@@ -150,20 +174,11 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
             publish_dynamic(CausalOrder(score, H), batch_heads, group, tile_counter, f);
 #else
             if (!elect()) return;
-            const unsigned m_blocks = query_tiles<BLOCK_M>(score);
-#if KEY_SPLITS
-            const auto publish_tile = [&](unsigned m_block, unsigned batch_head) {
-                WorkTile work_tile(m_block * BLOCK_M, batch_head / splits, H);
-                if (splits > 1) work_tile.split = batch_head % splits;
-                publish(work_tile);
-            };
-#else
-            const auto publish_tile = [&](unsigned m_block, unsigned batch_head) {
-                publish(WorkTile(m_block * BLOCK_M, batch_head, H));
-            };
-#endif
-            if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, m_blocks, batch_heads, publish_tile);
-            else for_each_work_tile</*WAVES_BY_HEAD=*/true>(m_blocks, batch_heads, publish_tile);
+            const StaticWorkTiles tiles{H, group, splits};
+            const auto publish_tile = [&](unsigned m_block, unsigned head) { publish(tiles.tile(m_block, head)); };
+            const unsigned m_blocks = tiles.m_blocks(score), heads = tiles.heads(batch_heads);
+            if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, m_blocks, heads, publish_tile);
+            else for_each_work_tile</*WAVES_BY_HEAD=*/true>(m_blocks, heads, publish_tile);
             publish(WorkTile());
 #endif
         }

@@ -112,6 +112,8 @@ class Kernel(Entry):
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # values that `tune` tries
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # additional, if kernels share a `.cu`
+    macros_of: Callable[[Problem, Tile], Mapping[str, int]] = lambda problem, tile: {}
+    """Additional macros, if the code depends on numbers that are not macros, such as lengths."""
     scratch: Mapping[str, Callable[[Problem, Tile], tuple[int, int]]] = field(default_factory=dict, hash=False)
     """{name: (elements of 4 bytes, how many of the first must be zero)}. A custom operation's kernel lists all its
     scratch, an attention kernel only scratch whose size or zeroed part differs from that in `SCRATCH` of
@@ -315,11 +317,12 @@ class Kernel(Entry):
         """
         sizes = {entry.name.removeprefix(self.name).upper(): entry.smem_bytes(problem, tile) for entry in self.entries}
         smem = {f"SMEM_BYTES{suffix}": nbytes for suffix, nbytes in sizes.items()}
+        own = {**self.macros, **self.macros_of(problem, tile)}
         if self.custom:
-            return {**tile, **self.macros, **smem, f"DTYPE_{problem.dtype}": 1}
+            return {**tile, **own, **smem, f"DTYPE_{problem.dtype}": 1}
         return {
             **tile,
-            **self.macros,
+            **own,
             "HEAD_DIM": problem.D,
             **smem,
             "CAUSAL": int(bool(problem.causal)),

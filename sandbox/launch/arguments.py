@@ -80,7 +80,7 @@ ARGUMENTS: dict[str, Row] = {
     **{name: _view(name) for name in ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")},
     **{name: _pointer(name) for name in ("LSE", "delta", "dQ_accum", "dbias", "dsink", "block_map")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("Q", "O")},
-    "O_warp_map": _map("O", lambda t: _WARPGROUP_ROWS // 4),
+    **{f"{name}_warp_map": _map(name, lambda t: _WARPGROUP_ROWS // 4) for name in ("Q", "O")},
     **{f"{name}_map": _map(name, lambda t: t.BLOCK_N) for name in ("K", "V")},
     **{f"{name}_tile_map": _map(name, lambda t: t.BLOCK_M) for name in ("Q", "dO")},
     **{f"{name}_map": _map(name, lambda t: _WARPGROUP_ROWS) for name in ("dK", "dV")},

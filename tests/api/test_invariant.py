@@ -166,6 +166,38 @@ def test_decoding_with_split_keys(D: int, Sk: int, Hk: int) -> None:
     assert abs(one_lse.numpy() - expected_lse).max() < 1e-3
 
 
+SHAPES = {  # (B, H, Hk, Sq, Sk, D): (BLOCK_M, ranges merged by a block, splits, packed heads)
+    (4, 16, 16, 1024, 1024, 64): (256, False, 1, False),
+    (16, 16, 16, 4096, 4096, 128): (192, True, 1, False),
+    (2, 21, 3, 68, 68, 128): (192, False, 1, True),  # five slots for each of seven heads: 560 rows
+    (1, 16, 16, 100, 100, 128): (128, False, 1, False),
+    (1, 32, 8, 1, 9000, 128): (128, False, 5, True),
+    (1, 35, 7, 10, 9000, 96): (128, False, 5, True),
+    (128, 32, 8, 1, 9000, 64): (128, True, 1, True),
+    (4, 8, 8, 4096, 4096, 256): (128, True, 1, False),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_has_the_code_that_the_lengths_need(shape: tuple[int, ...]) -> None:
+    """Ranges, splits and packed heads, and the tile with the fewest work tiles."""
+    B, H, Hk, Sq, Sk, D = shape
+    kernel, p = registry.get("fwd_wgmma_invariant"), Problem(B, H, Sq, Sk, D, Hk, dtype="bfloat16", invariant=True)
+    tile = choose.choose_tile(kernel, p, (9, 0))
+    defines, splits = kernel.defines(p, tile), kernel.numbers["splits"](p, tile)
+    found = tile.BLOCK_M, bool(defines["MERGE_RANGES"]), splits, bool(defines["PACK_GQA"])
+    assert found == SHAPES[shape]
+    assert defines["SPLIT_KEYS"] == (splits > 1)
+
+
+def test_packed_heads() -> None:
+    """Few queries of several heads in one tile, beside those of a prefill: 24 queries fill two slots of 16 rows."""
+    s = Sequences((150,), 6, 2, 64, "cpu", torch.bfloat16)
+    attend = partial(sandbox.attention_forward, causal=True, invariant=True, kernel="fwd_wgmma_invariant")
+    whole, last = attend(*s.of(0, 0, 150)), attend(*s.of(0, 126, 150))
+    assert all(torch.equal(x[:, :, 126:], y) for x, y in zip(whole, last, strict=True))
+
+
 def test_default_kernels_do_not_have_the_guarantee() -> None:
     """The settings can tell: decoding has other bits without invariant=True."""
     s = Sequences((150,), 2, 1, 64, "cpu", torch.bfloat16)
