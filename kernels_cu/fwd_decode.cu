@@ -26,7 +26,6 @@
 // float8: a tile of the same size in bytes has twice as many keys (mma_operands.cuh).
 //
 // Measurements: experiments/020_decode.
-constexpr bool CLUSTER_OF_ROW_TILES = false;  // split_kv.cuh: the blocks of a cluster divide the keys
 #include "mma_operands.cuh"
 #include "non_finite.cuh"
 #include "softmax_mma.cuh"

@@ -20,8 +20,6 @@
 // longer; experiment 024.) Many columns of Q are in registers of the S warpgroup: with both operands in shared memory,
 // the m64n64 products of Q K^T would need all of its bandwidth.
 //
-// CLUSTER = 2: two row tiles of the same keys are a cluster, which loads K once (multicast.cuh).
-//
 // Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first keys, and O is multiplied only if m is raised.
 // The two halves of O are those of FlashMLA (deepseek-ai/FlashMLA, docs/20250422), where each of their warpgroups also
 // computes S of every second key tile.
@@ -101,8 +99,7 @@ struct ScoreWarpgroup {
         if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
         wgmma_wait<0>();
         warpgroup_fence_operand(S);
-        if (CLUSTER > 1) __syncwarp();  // the warp has read K before any of its lanes arrives
-        if (REST_SLABS > 0) release_in_cluster<RestPipeline>(base, j, tile.tiles, lane);
+        if (REST_SLABS > 0 && lane == 0) RestPipeline::release(base, j);
     }
     // The slabs of the right half from FIRST on.
     template <int FIRST, int COUNT>
@@ -192,24 +189,21 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
                                 : Split{z / each, z % each, each, z / each * each};
     if (dynamic && split.invalid()) return;
     if (threadIdx.x == 0) init_barriers(base);
-    if (CLUSTER == 1) __syncthreads();  // the mbarriers are initialised before they are used
-    else cluster_arrive();
+    __syncthreads();  // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const BlockTile tile(score, split, blockIdx.x, blockIdx.y, group);
-    cluster_wait();  // the mbarriers of the other blocks of the cluster, too
 
     const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {
         setmaxnreg_inc<S_REGISTERS>();
         ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, smem);
-        return leave_cluster();
+        return;
     }
     setmaxnreg_dec<O_REGISTERS>();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), split);
     const Result result{O, LSE, parts, split, H};
     if (warp < 4) OutputWarpgroup<0>(tile, base, warp, lane).run(loader, Q, K, V, result, smem);
     else OutputWarpgroup<1>(tile, base, warp - 4, lane).run(loader, Q, K, V, result, smem);
-    leave_cluster();
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(

@@ -89,10 +89,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (t.STAGES in (4, 5), f"STAGES={t.STAGES} must be 4 or 5: a key tile and a half, or two, are loaded ahead"),
         (
-            t.CLUSTER in (1, 2) and row_tiles(p, t) % t.CLUSTER == 0,
-            f"CLUSTER={t.CLUSTER} must be 1 or 2 and divide {row_tiles(p, t)} row tiles: its blocks load K together",
-        ),
-        (
             p.page_size % t.BLOCK_N == 0,
             f"page_size={p.page_size} is not supported: BLOCK_N={t.BLOCK_N} keys must not cross pages",
         ),
@@ -115,17 +111,12 @@ kernel = Kernel(
     latent=True,
     min_arch=(9, 0),
     arch_suffix="a",
-    tiles=(
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132, CLUSTER=1),
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132, CLUSTER=2),
-    ),
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132),),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
-    cluster=lambda t: t.CLUSTER,
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
-    rank=lambda p, t: t.CLUSTER,  # that of 2 is not measured yet
     preference=-1,  # for D <= 256 only by name: other kernels support it, too
     scratch={"partials": partials},
     numbers={"splits": splits, "row_tiles": row_tiles},

@@ -83,8 +83,10 @@ struct OutputWarpgroup {
             wgmma_wait<0>();
             warpgroup_fence_operand(O);
             __syncwarp();  // all lanes have read the factors
-            release_in_cluster<HalfPipeline>(base, unit, 2 * tile.tiles, lane);
-            if (lane == 0) PPipeline::release(base, index);
+            if (lane == 0) {
+                HalfPipeline::release(base, unit);
+                PPipeline::release(base, index);
+            }
             if (loads) loader.load_half(unit + STAGES, next);
             __syncwarp();  // wgmma needs the whole warp
         }

@@ -1,11 +1,11 @@
 // Tiles of fwd_latent_wgmma: shared memory, pipelines and barriers; the rows and keys of a block; loads of K. Names
 // that end in _AT are offsets in shared memory, in bytes.
 #pragma once
-#include "multicast.cuh"
+#include "pipeline.cuh"
 #include "softmax.cuh"
+#include "swizzle.cuh"
 
-constexpr int WARPS = 1;  // split_kv.cuh: the key tiles of a block are not divided further
-constexpr bool CLUSTER_OF_ROW_TILES = true;
+constexpr int WARPS = 1, CLUSTER = 1;  // split_kv.cuh: the key tiles of a block are not divided further
 constexpr unsigned THREADS = 256;      // of O's warpgroups, which store the result; of a block of the combine kernel
 constexpr unsigned ALL_THREADS = 384;  // O's left and right half, S: 128 each
 #include "split_epilogue.cuh"
@@ -43,23 +43,22 @@ constexpr unsigned BLOCK_BARRIER = 1, HALF_BARRIER = 2, SCORE_BARRIER = 4;
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(HalfPipeline::full(base, stage), 1);
-        mbarrier_init(HalfPipeline::empty(base, stage), 4 * CLUSTER);  // one lane of each warp, of all blocks
+        mbarrier_init(HalfPipeline::empty(base, stage), 4);  // one lane of each warp
     }
     for (unsigned stage = 0; stage < REST_STAGES; ++stage) {
         mbarrier_init(RestPipeline::full(base, stage), 1);
-        mbarrier_init(RestPipeline::empty(base, stage), 4 * CLUSTER);
+        mbarrier_init(RestPipeline::empty(base, stage), 4);
     }
     for (unsigned stage = 0; stage < 2; ++stage) {
         mbarrier_init(PPipeline::full(base, stage), 4);
         mbarrier_init(PPipeline::empty(base, stage), 8);  // both halves
         mbarrier_init(NearlyDone::at(base, stage), 4);
     }
-    if (CLUSTER > 1) fence_mbarrier_init();
     fence_proxy_async();
 }
 
 // The rows and keys of a block: packed rows row0 .. rows_end - 1 of key/value head `kv_head`, and key tiles `first` ..
-// first + tiles - 1. The blocks of a cluster have adjacent rows and the same key tiles.
+// first + tiles - 1.
 struct BlockTile {
     const SeqlenInfo seqlen;
     const int kv_head, group, row0, rows_end;
@@ -70,9 +69,7 @@ struct BlockTile {
     __device__ __forceinline__ BlockTile(const Score& score, const Split& split, int row_tile, int kv_head, int group)
         : seqlen(score, split.b), kv_head(kv_head), group(group), row0(row_tile * BLOCK_M),
           rows_end(min(row0 + BLOCK_M, seqlen.Sq * group)), head0(seqlen, kv_head * group) {
-        const int cluster_row0 = row_tile / CLUSTER * CLUSTER * BLOCK_M;
-        const int cluster_rows_end = min(cluster_row0 + CLUSTER * BLOCK_M, seqlen.Sq * group);
-        const int i0 = cluster_row0 / group, i1 = (cluster_rows_end - 1) / group + 1;  // queries
+        const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;  // queries
         const Range keys = head0.keys(i0, i1);
         fully_visible = head0.fully_visible_keys(i0, i1);
         const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
@@ -84,7 +81,7 @@ struct BlockTile {
     __device__ __forceinline__ PackedRow row(int r) const { return PackedRow(row0 + r, kv_head, group); }
 };
 
-// Loads K, together with the other blocks of the cluster. One thread of a warpgroup calls it.
+// Loads K. One thread of a warpgroup calls it.
 struct KeyLoader {
     const SmemAddr base;
     const BlockTile& tile;
@@ -105,13 +102,13 @@ struct KeyLoader {
     __device__ __forceinline__ void load_half(unsigned number, KeyAddress from) const {
         if (static_cast<int>(number / 2) >= tile.tiles) return;
         HalfPipeline::acquire(base, number);
-        load<Half, HalfPipeline>(base, stage_of<STAGES>(number), number % 2 * HALF_COLUMNS, number / 2, from);
+        load<Half, HalfPipeline>(base, stage_of<STAGES>(number), number % 2 * HALF_COLUMNS, from);
     }
     // Loads the rest of key tile j.
     __device__ __forceinline__ void load_rest(unsigned j, KeyAddress from) const {
         if (REST_SLABS == 0 || static_cast<int>(j) >= tile.tiles) return;
         RestPipeline::acquire(base, j);
-        load<Rest, RestPipeline>(base + REST_AT, stage_of<REST_STAGES>(j), DV_PAD, j, from);
+        load<Rest, RestPipeline>(base + REST_AT, stage_of<REST_STAGES>(j), DV_PAD, from);
     }
     // Fills all stages.
     __device__ __forceinline__ void load_first() const {
@@ -129,11 +126,10 @@ struct KeyLoader {
 
   private:
     template <class Box, class BoxPipeline>
-    __device__ __forceinline__ void load(SmemAddr stages, unsigned stage, int column, unsigned turn,
-                                         KeyAddress from) const {
+    __device__ __forceinline__ void load(SmemAddr stages, unsigned stage, int column, KeyAddress from) const {
         const SmemAddr full = BoxPipeline::full(base, stage);
         mbarrier_arrive_expect_tx(full, Box::BYTES);
-        load_part_in_cluster<Box>(stages + stage * Box::BYTES, K_map, column, static_cast<int>(from.row), h,
-                                  broadcast ? 0 : from.batch_or_page, full, turn);
+        Box::load_part(stages + stage * Box::BYTES, K_map, column, static_cast<int>(from.row), h,
+                       broadcast ? 0 : from.batch_or_page, full);
     }
 };

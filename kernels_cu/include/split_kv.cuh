@@ -12,9 +12,8 @@
 // Whether each batch entry has its own blocks along z. If sequences may have many queries, the row tiles of all of them
 // are along x instead.
 constexpr bool BLOCKS_BY_ENTRY = !RAGGED || SHORT_SEQUENCES;
-// Whether the number of splits depends on the batch entry's keys. Not if the blocks of a cluster divide
-// the keys of a split (CLUSTER_OF_ROW_TILES, which the kernel defines, is false).
-constexpr bool DYNAMIC_SPLITS = KEY_LENGTHS && BLOCKS_BY_ENTRY && (CLUSTER == 1 || CLUSTER_OF_ROW_TILES);
+// Whether the number of splits depends on the batch entry's keys.
+constexpr bool DYNAMIC_SPLITS = KEY_LENGTHS && BLOCKS_BY_ENTRY && CLUSTER == 1;
 
 // Row tile number x of batch entry b, or of all sequences. Ragged queries: invalid if the sequence has fewer rows.
 template <int ROWS>
