@@ -38,20 +38,6 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Called by all threads of a block at its end: waits until those of the other blocks have called it, too. Without
-// memory ordering.
-__device__ __forceinline__ void leave_cluster() {
-    if (CLUSTER > 1) __syncwarp();
-    cluster_arrive();
-    cluster_wait();
-}
-
-// Makes mbarrier initialisations visible to the other blocks of the cluster, after the next cluster_arrive and
-// cluster_wait.
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
 // The address in the shared memory of block `rank` that corresponds to `local` in this block's.
 template <class T>
 __device__ __forceinline__ T* map_shared_rank(T* local, unsigned rank) {

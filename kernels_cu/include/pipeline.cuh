@@ -34,7 +34,7 @@ template <unsigned AT, unsigned DEPTH = STAGES>
 struct Pipeline {
     using Full = BarrierArray<AT, DEPTH>;
     using Empty = BarrierArray<Full::END, DEPTH>;
-    static constexpr unsigned STAGE_COUNT = DEPTH, END = Empty::END;
+    static constexpr unsigned END = Empty::END;
     static __device__ __forceinline__ SmemAddr full(SmemAddr base, unsigned stage) { return Full::at(base, stage); }
     static __device__ __forceinline__ SmemAddr empty(SmemAddr base, unsigned stage) { return Empty::at(base, stage); }
     // Producer: waits until tile i's stage is empty.

@@ -14,17 +14,6 @@ __device__ __forceinline__ void mbarrier_arrive(SmemAddr barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier with the same offset in the shared memory of block `rank` of the cluster, which may be this
-// one. The block must not have exited. Release at the scope of this block: the arrival orders no writes to memory,
-// since a wider scope would wait for all of them.
-__device__ __forceinline__ void mbarrier_arrive_at_rank(SmemAddr barrier, unsigned rank) {
-    asm volatile(
-        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-
 // Arrives, and adds `bytes` to the transaction count that TMA loads must complete before the phase can complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(SmemAddr barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -118,17 +107,6 @@ __device__ __forceinline__ void tma_load(SmemAddr to, const TensorMap& map, int 
         "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b)
         : "memory");
 #endif
-}
-
-// Loads the box to the same offset in the shared memory of each block of the cluster whose bit is set in `ranks`, and
-// counts its bytes at the barrier with the same offset there. Not for ragged batches.
-__device__ __forceinline__ void tma_load_multicast(SmemAddr to, const TensorMap& map, int d, int s, int h, int b,
-                                                   SmemAddr barrier, unsigned ranks) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(d), "r"(s), "r"(h), "r"(b), "h"(static_cast<unsigned short>(ranks))
-        : "memory");
 }
 
 // Stores a box from shared memory; elements out of bounds are not written.

@@ -198,7 +198,6 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
     current = this;
     for (;;) {
         resumed = yielded = 0;
-        if (launch.cluster > 1 && !read_mail()) return false;
         for (unsigned w = has_lagging_warp(); w < (threads + WARP - 1) / WARP; ++w) {
             if (!run_warp(warp_order[w] * WARP)) return false;
         }
@@ -209,9 +208,12 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         set_waits_for_blocks(resumed && resumed == yielded && !loads);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
-        if (returned == threads) return end_in_cluster() && check_completed();
+        if (returned == threads) {
+            __atomic_store_n(&cluster[cta_rank].ended, true, __ATOMIC_RELEASE);
+            return check_completed();
+        }
         if (waits_for_blocks) sched_yield();
-        if (!(loads && complete_tma_loads()) && !any_ready() && !release_barrier() && !wait_for_mail()) {
+        if (!(loads && complete_tma_loads()) && !any_ready() && !release_barrier()) {
             explain_deadlock();
             return false;
         }

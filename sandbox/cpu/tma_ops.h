@@ -20,66 +20,6 @@ extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, 
 
 namespace {
 
-// The address in block `cta_rank` of the cluster that corresponds to `own` in this block.
-char* mapped_rank(char* own, unsigned cta_rank, Site site) {
-    const SharedMemory* const smem = current->cluster[cta_rank].smem;
-    if (!smem)
-        trap(site,
-             "access to the shared memory of block %u of the cluster, which has not started: call cluster_sync "
-             "before",
-             cta_rank);
-    return smem->dynamic + (own - current->smem.dynamic);
-}
-
-void send(unsigned cta_rank, const TmaLoad& mail, Site site) {
-    ClusterBlock& receiver = current->cluster[cta_rank];
-    release(mail.barrier);
-    bool ended;
-    {
-        const MailLock lock;
-        ended = receiver.ended;
-        if (!ended) receiver.mail.put(mail);
-        receiver.waits = false;
-    }
-    if (ended) trap(site, "access to the shared memory of block %u of the cluster, which has ended", cta_rank);
-}
-
-}  // namespace
-
-extern "C" void sandbox_mbarrier_arrive_at_rank(char* barrier, unsigned cta_rank, Site site) {
-    if (cta_rank == current->cta_rank) return sandbox_mbarrier_arrive(barrier, 0, site);
-    if (cta_rank >= current->launch.cluster)
-        trap(site, "block %u of a cluster of %u blocks", cta_rank, current->launch.cluster);
-    smem_offset_of(barrier, 8, site);
-    send(cta_rank, {nullptr, {}, {}, mapped_rank(barrier, cta_rank, site), 0, false, site}, site);
-    if (current->lags(self())) pause();
-}
-
-extern "C" void sandbox_tma_load_multicast(char* to, const TensorMap* map, const int* at, char* barrier,
-                                           unsigned cta_mask, Site site) {
-    if (!cta_mask || cta_mask >> current->launch.cluster)
-        trap(site, "multicast to blocks 0x%x of a cluster of %u blocks", cta_mask, current->launch.cluster);
-    if (smem_offset_of(to, box_bytes(*map), site) % 1024)
-        trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
-    smem_offset_of(barrier, 8, site);
-    for (unsigned cta_rank = 0; cta_rank < current->launch.cluster; ++cta_rank) {
-        if (!(cta_mask >> cta_rank & 1)) continue;
-        if (cta_rank == current->cta_rank) sandbox_tma_load(to, map, at, barrier, site);
-        else
-            send(cta_rank,
-                 {mapped_rank(to, cta_rank, site),
-                  *map,
-                  {at[0], at[1], at[2], at[3], at[4]},
-                  mapped_rank(barrier, cta_rank, site),
-                  0,
-                  false,
-                  site},
-                 site);
-    }
-}
-
-namespace {
-
 void check_written(const char* from, uint64_t bytes, const char* what, Site site) {
     if (!current->smem.was_written(from, bytes))
         trap(site, "%s shared memory + %lld before anything was written there", what,

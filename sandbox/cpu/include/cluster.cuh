@@ -13,11 +13,6 @@ inline void cluster_arrive(SANDBOX_SITE) {
 inline void cluster_wait(SANDBOX_SITE) {
     if (CLUSTER > 1) cpu::sandbox_cluster_wait(site);
 }
-inline void leave_cluster() {
-    cluster_arrive();
-    cluster_wait();
-}
-inline void fence_mbarrier_init() {}
 template <class T>
 inline T* map_shared_rank(T* own, unsigned cta_rank) {
     if (CLUSTER == 1) return own;

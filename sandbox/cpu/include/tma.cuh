@@ -12,9 +12,6 @@ inline void mbarrier_arrive(SmemAddr barrier, SANDBOX_SITE) { cpu::sandbox_mbarr
 inline void mbarrier_arrive_expect_tx(SmemAddr barrier, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_arrive(barrier, bytes, site);
 }
-inline void mbarrier_arrive_at_rank(SmemAddr barrier, unsigned rank, SANDBOX_SITE) {
-    cpu::sandbox_mbarrier_arrive_at_rank(barrier, rank, site);
-}
 inline void mbarrier_wait(SmemAddr barrier, unsigned parity, SANDBOX_SITE) {
     cpu::sandbox_mbarrier_wait(barrier, parity, site);
 }
@@ -43,11 +40,6 @@ inline void tma_load_5d(SmemAddr to, const TensorMap& map, int d, int s, int h, 
 inline void tma_load(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier, SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + OWN_ROWS, h, b, OWN_ROWS};
     cpu::sandbox_tma_load(to, &map, at, barrier, site);
-}
-inline void tma_load_multicast(SmemAddr to, const TensorMap& map, int d, int s, int h, int b, SmemAddr barrier,
-                               unsigned ranks, SANDBOX_SITE) {
-    const int at[cpu::MAP_RANK] = {d, s, h, b, 0};
-    cpu::sandbox_tma_load_multicast(to, &map, at, barrier, ranks, site);
 }
 inline void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr from, SANDBOX_SITE) {
     const int at[cpu::MAP_RANK] = {d, s + OWN_ROWS, h, b, OWN_ROWS};
