@@ -50,7 +50,7 @@ def sample(kernel: Kernel, count: int) -> Iterator[tuple[str, Problem, str]]:
         causal = draw.choice((False, "bottom-right", "top-left"))
         problem = Problem(2, 4, Sq, Sk, draw.choice((32, 64, 40)), Hk=draw.choice((1, 2, 4)),
                           dtype=draw.choice(dtypes), causal=causal)  # fmt: skip
-        yield " + ".join(chosen), with_options(chosen, problem), draw.choice(("normal", "hidden"))
+        yield " + ".join(chosen), with_options(chosen, kernel.adapted(problem)), draw.choice(("normal", "hidden"))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
