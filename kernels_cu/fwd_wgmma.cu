@@ -39,9 +39,9 @@
 #include "fwd_load.cuh"
 #include "key_range_consumer.cuh"
 
-// Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers.
-// With three, the MMAs of the other two come in between, and the additional wait costs 0.5%. For one and four consumers
-// no measurement is recorded. K's stage also holds the list entry of a block map, and the bias tile, read later.
+// Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers;
+// with three the additional wait costs 0.5%. For one and four consumers no measurement is recorded. K's stage also
+// holds the list entry of a block map, and the bias tile, read later.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
 
 // ---- producer warps

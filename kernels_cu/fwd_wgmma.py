@@ -48,7 +48,7 @@ def most_keys(p: Problem) -> int:
     return 96 if width <= 64 else 80 if width <= 128 else 48
 
 
-@lru_cache(maxsize=64)  # called for every tile; a replaced problem is validated
+@lru_cache(maxsize=64)  # called for every tile, and `replace` validates the new problem
 def pure(p: Problem) -> bool:
     """Whether Dv is D and no score option is used; the batch may be ragged or paged."""
     if p.page_size:  # key_lengths belongs to pages
@@ -57,7 +57,7 @@ def pure(p: Problem) -> bool:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why a tile is not supported: steps of wgmma, block maps, or shared memory of an SM."""
+    """Why a tile is not supported: steps of wgmma, registers of O, block maps, or shared memory of a block."""
     smem = smem_bytes(p, t)
     rules = (
         (

@@ -44,9 +44,9 @@ struct Offsets {
         return begin(b) * qhead_per_khead / ROWS + b;
     }
     template <int ROWS>
-    __device__ __forceinline__ int tiles() const {
+    __device__ __forceinline__ int tiles() const {  // of the grid
         return rows / ROWS + count;
-    }  // in the grid
+    }
 
     template <int ROWS>
     __device__ __forceinline__ RowTile tile(int tile_index, int qhead_per_khead = 1) const {

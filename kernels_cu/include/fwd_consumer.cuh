@@ -77,7 +77,7 @@ struct WorkTileConsumer : ConsumerTiles {
 
     // ---- scores and mask
 
-    // Key tile j. Must be called before K is released.
+    // Key tile j. With a block map it must be called before K is released: the entry is in K's stage.
     __device__ __forceinline__ KeyTile read_key_tile(int j) {
         // uniform(), a redux.sync, also synchronises the warp: all lanes have read the word before one releases K.
         return key_tile(j,

@@ -15,8 +15,8 @@ constexpr int MMA_SUM_KEYS = 4096;
 constexpr int MMA_SUM_KEYS = 1024;
 #endif
 
-// The part of one thread, N elements of O in rows g and g + 8, at `slot`: a vector of four elements, and at the end m
-// and l, every THREADS vectors. Accesses are coalesced over the block's consumer threads.
+// The part of one thread: N elements of O in rows g and g + 8, in vectors of four, then a vector with m and l. It
+// begins at `slot`; its vectors are THREADS vectors apart, so that accesses of the consumer threads are coalesced.
 template <int N, int THREADS>
 struct PartialO {
     static constexpr int VECTORS = N / 4 + 1, BLOCK_VECTORS = VECTORS * THREADS;

@@ -16,7 +16,8 @@
 using SmemAddr = unsigned;  // a byte address in shared memory
 
 // Device-side assertions: enabled on the CPU backend, and on a GPU if SANDBOX_CHECKED is set. A failure on a GPU prints
-// `message` and destroys the CUDA context. One lane per warp reports it.
+// `message` and destroys the CUDA context. Only the condition of lane 0 of a warp is
+// tested there.
 #if CHECKED_KERNELS
 constexpr bool CHECKED = true;
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, unsigned long);

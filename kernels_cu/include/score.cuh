@@ -15,7 +15,7 @@
 //               there is one range
 // PACK_GQA  1: the rows of a work tile belong to all query heads of a group (work_tile.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
-// BLOCK_MAP  1: one bit per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)
+// BLOCK_MAP  1: two bits per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)
 // SCORE_SNIPPET  a hash of the user's expressions (score_mod and mask_mod of FlexAttention) as CUDA code
 #ifndef WINDOW
 #define WINDOW 0

@@ -65,9 +65,10 @@ struct Head : Mask {
     // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows,
     // until P overflows: there, the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
-    // Softcap bounds |m| * scale_log2: SOFTCAP is 1 up to 5000 (core/options.py), times log2(e) less than LARGE.
+    // A softcap bounds |m| * scale_log2. The macro SOFTCAP is 1 if its value is at most 5000 (core/options.py), and
+    // 5000 * log2(e) = 7213 is less than LARGE.
     static constexpr bool BELOW_LARGE = SOFTCAP == 1 && !ALIBI && !BIAS && !Snippet::HAS_SCORE_MOD;
-    // The same limit as LARGE, for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which
+    // The counterpart of LARGE for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which
     // changes P as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the
     // largest float16: rows whose keys all have the bias -65504 (an additive mask) are common.
     static constexpr float LARGE_LSE = 81920.0f;

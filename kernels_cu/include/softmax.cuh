@@ -9,8 +9,8 @@
 // Any limit up to 65504 would ensure this.
 constexpr float P_SUM_LIMIT = 16384.0f;
 
-// m and l of a thread's two rows of S (QueryRows). Functions return the factors alpha of O, which need not be in the
-// same threads (fwd_latent_wgmma).
+// m and l of a thread's two rows of S (QueryRows). Functions return alpha, the factors of O, and do not rescale O:
+// its rows may be in other threads (fwd_latent_wgmma).
 struct SoftmaxStats : AccumulatorRows<QueryRows> {
     float m[2] = {-INF, -INF}, l[2] = {};
     bool m_is_large = false;  // result of large() when m last changed

@@ -10,7 +10,8 @@
 //   softmax.cuh         after exp2: a thread's sum of P exceeds P_SUM_LIMIT. No maximum of the tile is needed
 //   fwd_decode_wgmma    after exp2: a P exceeds P_LIMIT. No sum of the tile is needed
 //
-// After exp2, the tile is computed again with a larger m. float8 has stricter limits: softmax_fp8.cuh.
+// If a test after exp2 finds an excess, P of the tile is computed again with a larger m. float8 has stricter limits:
+// softmax_fp8.cuh.
 #pragma once
 #include "score_mod.cuh"
 

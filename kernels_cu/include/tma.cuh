@@ -69,17 +69,18 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py.
 //
 // In a ragged batch, and for keys in pages, the map has five dimensions. The row of the tensor is end + s: coordinate b
-// is the row `end` at which the sequence (or the keys of a page) ends, and s = -1, -2, ... counts backwards from it.
-// Rows from s = 0 on are out of bounds: their coordinate 1 is at least RAGGED_OFFSET, its size. The coordinates of the
-// other dimensions are always in bounds. RAGGED_OFFSET is added to s, since a negative coordinate would be out of
-// bounds:
+// is the row `end` at which the sequence (with pages: the valid keys of the box) ends, and s = -1, -2, ... counts
+// backwards from it. Rows from s = 0 on are out of bounds: their coordinate 1 is at least RAGGED_OFFSET, its size. The
+// coordinates of the other dimensions are always in bounds. RAGGED_OFFSET is added to s, since a negative coordinate
+// would be out of bounds:
 //
 //   dimension     0        1                    2           3           4
 //   coordinate    d        s + RAGGED_OFFSET    h           end         RAGGED_OFFSET
 //   size          D        RAGGED_OFFSET        heads       rows + 1    RAGGED_OFFSET + 1
-//   stride        1        stride_s             stride_h    stride_s    2^34 - stride_s
+//   stride        –        stride_s             stride_h    stride_s    2^34 - stride_s
 //
-// (strides in bytes). Dimension 4 subtracts RAGGED_OFFSET * stride_s: 2^34 * RAGGED_OFFSET is 0 modulo 2^64.
+// (strides in bytes; elements of dimension 0 are adjacent). Dimension 4 subtracts RAGGED_OFFSET * stride_s: 2^34 *
+// RAGGED_OFFSET is 0 modulo 2^64.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
