@@ -201,10 +201,12 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         for (unsigned w = has_lagging_warp(); w < (threads + WARP - 1) / WARP; ++w) {
             if (!run_warp(warp_order[w] * WARP)) return false;
         }
-        const bool loads = mark_tma_loads(), others_progress = resumed != yielded || loads;
-        if (has_lagging_warp() && (!others_progress || ++lagged_steps % LAG_STEPS == 0) &&
-            !run_warp(warp_order[0] * WARP))
-            return false;
+        bool loads = mark_tma_loads();
+        const bool others_progress = resumed != yielded || loads;
+        if (has_lagging_warp() && (!others_progress || ++lagged_steps % LAG_STEPS == 0)) {
+            if (!run_warp(warp_order[0] * WARP)) return false;
+            loads = mark_tma_loads();  // those of the lagging warp, too
+        }
         set_waits_for_blocks(resumed && resumed == yielded && !loads);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;

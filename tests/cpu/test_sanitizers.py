@@ -86,6 +86,14 @@ def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
         assert found.findings == ()
 
 
+def test_a_load_by_the_warp_that_runs_last_is_no_deadlock() -> None:
+    """In a shuffled order a warp may issue a TMA load in the step in which all others already wait."""
+    kernel = registry.get("fwd_wgmma_invariant")
+    problem = Problem(1, 10, 10, 96, 64, Hk=2, dtype="bfloat16", causal="bottom-right", invariant=True)
+    found = on_host("orders", kernel, problem, choose_tile(kernel, problem, (9, 0)), timeout=60)
+    assert found.clean, found.text or found
+
+
 @pytest.mark.parametrize("number", BARRIERS)
 def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
     """Without it ThreadSanitizer reports a race between a load into a tile and its use."""
