@@ -41,7 +41,10 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if reason := unsupported_by_wgmma(p, arch):
         return reason
     if p.bias and not p.bias_tiles:
-        return f"bias={p.bias} is not supported: TMA copies none that is ragged, float32, unaligned or broadcast over S"
+        return (
+            f"bias={p.bias} is not supported: TMA cannot copy one that is broadcast along queries or keys, unaligned, "
+            "float32 or ragged"
+        )
     if p.bias and p.D > 128:
         return f"a bias with D={p.D} is not supported: it exceeds shared memory beyond D=128"
     if p.Dv > p.D:
