@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,7 +130,9 @@ def verify(
     head = (kernel.name, case.name, problem, device[0])
     try:
         chosen = pipeline.tile_on(device, kernel, problem, tile)
-        done = trial.launch(kernel, chosen, problem, expected.inputs, device, repeats=repeats, fast=fast)
+        with ThreadPoolExecutor(1) as pool:  # NVRTC compiles while the CPU backend does
+            static = pool.submit(_static_report, kernel, chosen, case) if report and device == HOST else None
+            done = trial.launch(kernel, chosen, problem, expected.inputs, device, repeats=repeats, fast=fast)
     except UnsupportedProblem as reason:
         return Result(*head, ok=None, message=str(reason))
     except NoFastCompilation:
@@ -137,9 +140,9 @@ def verify(
     except SandboxError as failure:
         return Result(*head, ok=False, message=str(failure), sanitize=isinstance(failure, DriverError))
     compiled, note = done.prepared.compiled, ""
-    if report and not compiled:
+    if static:
         try:
-            compiled, note = _static_report(kernel, chosen, case)
+            compiled, note = static.result()
         except SandboxError as failure:  # the host compiler accepts the source, NVRTC does not
             return Result(*head, ok=False, message=str(failure))
     verdict = _verdict(expected.outputs, done.outputs)
