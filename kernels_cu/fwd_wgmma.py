@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import HOPPER_SMS, SAME_FOR_GROUP, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 RANGE_KEYS = 2048  # keys of a range (key_splits.cuh), rounded to whole key tiles
 SMEM = 232448  # most shared memory of a block, in bytes
@@ -209,13 +209,10 @@ def invariant_rank(p: Problem, t: Tile) -> float:
     return 8 * work_tiles(p, t) - t.STAGES if was_timed(p, t) else float("inf")
 
 
-@lru_cache(maxsize=64)
 def may_pack(p: Problem) -> bool:
     """Whether the rows of a work tile may belong to several heads (work_tile.cuh): few queries, and no option that
     depends on the head."""
-    if p.group == 1 or not 0 < p.Sq <= 128 or p.ragged:
-        return False
-    return replace(p, key_lengths=False, page_size=0, pages=0, softcap=0.0).plain
+    return p.group > 1 and 0 < p.Sq <= 128 and p.options <= SAME_FOR_GROUP and p.Dv == p.D
 
 
 def work_tiles(p: Problem, t: Tile) -> int:

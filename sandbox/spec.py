@@ -4,6 +4,7 @@ from .core.dtypes import ITEMSIZE
 from .core.kernel import COMPUTATIONS, HOPPER_SMS, ROW_INDEPENDENT, Arch, BoxRows, Computation, Dim3, Entry, Kernel
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
+from .core.options import SAME_FOR_GROUP
 from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile
@@ -14,6 +15,7 @@ __all__ = [
     "HOPPER_SMS",
     "ITEMSIZE",
     "ROW_INDEPENDENT",
+    "SAME_FOR_GROUP",
     "Arch",
     "BoxRows",
     "Causal",

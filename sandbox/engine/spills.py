@@ -29,7 +29,7 @@ PLAIN_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # head dimens
 WIDTHS = (64, 96, 128, 192, 256)  # and with options
 _LAST_WITH_OPTIONS = (9, 0)  # later architectures are compiled without options
 CPU = _LAST_WITH_OPTIONS  # the CPU backend uses the tiles of this architecture
-# The bits of a macro's value that matter here: not the dtype of a bias, a large softcap, the page size, or the value of
+# The bits of a macro's value that matter here: not the dtype of a bias, SOFTCAP's limit, the page size, or the value of
 # Dv. BIAS & 4: broadcast along the keys; BIAS & 8: TMA can copy tiles of the bias (`_bias_level` in core/options.py).
 _BITS = {"BIAS": 12, "SOFTCAP": 1, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
 _SUMS = {"WINDOW", "DESCALE"}  # each bit of the value adds code: a row has an option for each, such as "WINDOW=2"
