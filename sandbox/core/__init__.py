@@ -1,6 +1,7 @@
 """Problem, tile, kernel and registry, options of a problem, errors, logging, JSON lines."""
 
 __all__ = [
+    "atomic",
     "block_map",
     "dtypes",
     "errors",

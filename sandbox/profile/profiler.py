@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import environment
-from ..core import process, registry, source_line
+from ..core import atomic, process, registry, source_line
 from ..core.errors import GpuUnavailable, ToolchainMissing, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.operation import Operation, problem_from_json
@@ -173,11 +173,11 @@ def collect(tool: str, subject: Subject, prefix: Path) -> None:
 
 def store(prefix: Path, members: Mapping[str, str | bytes]) -> None:
     """Write PREFIX.zip."""
-    partial = Path(f"{prefix}.zip.{os.getpid()}")
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    partial.replace(f"{prefix}.zip")
+    atomic.replace(Path(f"{prefix}.zip"), data.getvalue())
 
 
 def stored(prefix: Path, *names: str) -> list[bytes]:

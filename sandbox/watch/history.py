@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..core import jsonl, registry
+from ..core import atomic, jsonl, registry
 from ..core.errors import HistoryError
 from ..core.kernel import Kernel
 from ..toolchain import nvrtc, sources
@@ -167,7 +165,7 @@ class History:
         own = {str(path.relative_to(registry.root(self.kernel))) for path in _own_files(self.kernel)}
         for path in own & {*wanted.texts}:
             if current.get(path) != wanted.texts[path]:
-                _replace(registry.root(self.kernel) / path, wanted.texts[path])
+                atomic.replace(registry.root(self.kernel) / path, as_bytes(wanted.texts[path]))
         return keep, sorted(p for p in wanted.texts if p not in own and current.get(p) != wanted.texts[p])
 
 
@@ -206,12 +204,3 @@ def _own_files(kernel: Kernel) -> tuple[Path, Path]:
 def _what_is_there(kernel: Kernel) -> Texts:
     project = registry.root(kernel)
     return {str(p.relative_to(project)): _read(p) for p in _own_files(kernel) if p.is_file()}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers get the old text or the new one."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(as_bytes(text))
-    os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-    os.replace(name, path)
