@@ -154,12 +154,13 @@ def main() -> None:
     found = read_rows(given.out)
     if given.what == "measure":
         load_all(given.grids, given.count, given.seed)
-        found = [row for row in found if row["grid"] not in given.grids]
         for grid in given.grids:
+            measured = []
             for row in rows(grid, given.count, given.seed):
                 print(f"{grid} {row['problem']}: {ratio(row):.3f}", flush=True)
-                found.append(row)
-        given.out.write_text("".join(json.dumps(row) + "\n" for row in found))
+                measured.append(row)
+            found = [row for row in found if row["grid"] != grid] + measured  # an interruption loses this grid only
+            given.out.write_text("".join(json.dumps(row) + "\n" for row in found))
     print(table(found))
     if given.what == "table":
         for page in (HERE / "README.md", HERE.parent.parent / "docs" / "bits.md"):
