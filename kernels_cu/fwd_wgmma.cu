@@ -230,7 +230,7 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         // Otherwise O overwrites Q: wait until all four warps have read it.
         if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);
         __syncwarp();
-        if (is_split()) {
+        if (SPLIT_KEYS) {  // O, m and l are those of one range of keys
             store_split(softmax);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;

@@ -33,9 +33,6 @@ __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& a
 struct KeyRangeConsumer : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
 
-    // Whether this work tile has a part of the keys of its rows: its O, m and l are a partial result.
-    __device__ __forceinline__ bool is_split() const { return SPLIT_KEYS; }
-
     // Whether a range of keys begins with key tile j, which is not the first one.
     __device__ __forceinline__ bool begins_key_range(int j) const {
         return MERGE_RANGES && j > first_own && j % RANGE_TILES == 0;
@@ -47,7 +44,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
 
     // Stores LSE, and returns in O_scale the factors that normalise O.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
-        if (is_split()) return;
+        if (SPLIT_KEYS) return;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
     }
     // O is complete after P V of tile j.
