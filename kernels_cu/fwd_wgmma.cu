@@ -1,8 +1,9 @@
 // Rung 4: persistent, warp-specialised attention forward on Hopper: warpgroup MMA (wgmma), fed by TMA.
 //
-// A work tile is BLOCK_M query rows of one head. In the producer warpgroup, warp 0 loads K and V, warp 1 loads Q, and
-// warp 2 runs the tile scheduler. Each consumer warpgroup computes 64 query rows. BLOCK_M, BLOCK_N (keys of a tile) and
-// STAGES are macros, which fwd_wgmma.py defines together with the size of shared memory.
+// A work tile is BLOCK_M query rows of one head. In the producer warpgroup, warp 0 loads K and V (with keys in pages
+// warp 3 loads V), warp 1 loads Q, and warp 2 runs the tile scheduler. Each consumer warpgroup computes 64 query rows.
+// BLOCK_M, BLOCK_N (keys of a tile) and STAGES are macros, which fwd_wgmma.py defines together with the size of shared
+// memory.
 //
 // clang-format off
 //   producer      K0  K1 V0  K2 V1  K3 V2 ...  next work tile ...    STAGES stages of K and of V, each with a full and
@@ -46,7 +47,8 @@ constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS
 
 // ---- producer warps
 
-// The thread that loads K and V of all work tiles.
+// The thread that loads K, V, or both, of all work tiles.
+template <Load LOAD>
 __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
     unsigned pipe_index = 0;  // index of the work tile's first key tile in the pipelines
     TileLists lists(smem + TILE_LISTS_AT);
@@ -54,7 +56,7 @@ __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
 #pragma unroll 1
     while (scheduler.next(/*release_now=*/!SCHEDULE_LATE)) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
-        const KeyTileLoader loader(smem, args, work_tile, pipe_index);
+        const KeyTileLoader<LOAD> loader(smem, args, work_tile, pipe_index);
         pipe_index += work_tile.load_key_tiles(lists, loader, [&] { scheduler.release(); });
     }
 }
@@ -337,9 +339,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp == 0 && elect()) load_KV(smem, args);
+        if (warp == 0 && elect()) load_KV<SEPARATE_V_LOADS ? Load::K : Load::K_AND_V>(smem, args);
         else if (warp == 1 && elect()) load_Q(smem, args);
         else if (warp == 2) schedule_work_tiles(smem, args);
+        else if (SEPARATE_V_LOADS && warp == 3 && elect()) load_KV<Load::V>(smem, args);
         TIMELINE(done);
         return;
     }

@@ -8,7 +8,12 @@ __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? grea
 constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
 static_assert(PAGE_BOX % 8 == 0, "a box begins at a multiple of 8 rows, the period of the swizzle");
 
+// What a thread loads of each key tile. Keys in pages need a TMA instruction for each box, which take one thread longer
+// than the consumers need for the tile: another thread loads V.
+enum class Load { K, V, K_AND_V };
+
 // Loads the key tiles of one work tile; used by one thread. WorkTileRange::load_key_tiles calls load_K and load_V.
+template <Load LOAD>
 struct KeyTileLoader {
     char* const smem;
     const SmemAddr base;
@@ -24,6 +29,7 @@ struct KeyTileLoader {
 
     // The j-th key tile, from key n0 on. entry: with a block map, the tile's entry in the list.
     __device__ __forceinline__ void load_K(int j, int n0, unsigned entry) const {
+        if (LOAD == Load::V) return;
         const unsigned i = pipe_index + j, stage = stage_of(i);
         TIMELINE(wait_empty);
         KPipeline::acquire(base, i);
@@ -35,6 +41,7 @@ struct KeyTileLoader {
                        KPipeline::full(base, stage));
     }
     __device__ __forceinline__ void load_V(int j, int n0) const {
+        if (LOAD == Load::K) return;
         const unsigned i = pipe_index + j;
         TIMELINE(wait_empty);
         VPipeline::acquire(base, i);

@@ -52,9 +52,13 @@ using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a blo
 constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
+// Whether another thread than K's loads V (fwd_load.cuh).
+constexpr bool SEPARATE_V_LOADS = PAGE_SIZE && !Head::HAS_BLOCK_MAP;
+constexpr unsigned LOAD_THREADS = SEPARATE_V_LOADS ? 3 : 2;
+
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     init_QKV_barriers<KPipeline, VPipeline, FullQ, EmptyQ>(base, CONSUMERS);
-    Scheduler::init_barriers(base, 2 + 128 * CONSUMERS);  // the two load threads and all consumer threads
+    Scheduler::init_barriers(base, LOAD_THREADS + 128 * CONSUMERS);  // readers: these and all consumer threads
     if (Head::HAS_BLOCK_MAP) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }
