@@ -61,8 +61,9 @@ def attention_forward(
 
     descale: required if k is float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
     float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is multiplied by the largest number of v's dtype
-    (fwd_wgmma_fp8: with 4 or 5 bits of headroom) and rounded to that dtype; out_dtype: bfloat16 (the default), float16
-    or float32. With q in float16 or bfloat16, k and v are converted (exactly) to 16 bits, and out has q's dtype.
+    and rounded to that dtype (fwd_wgmma_fp8: by 1/16 or 1/32 of this number, so that P can grow with a higher score
+    before a row is rescaled); out_dtype: bfloat16 (the default), float16 or float32. With q in float16 or bfloat16, k
+    and v are converted (exactly) to 16 bits, and out has q's dtype.
 
     invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
     the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
@@ -124,7 +125,7 @@ def attention(
     if getattr(q, "is_nested", False):
         from . import torch_autograd
 
-        arrays, opts = torch_autograd.packed_nested((q, k, v), arrays, opts)
+        arrays, opts = torch_autograd.ragged_of_nested((q, k, v), arrays, opts)
         out, lse = (torch_autograd.nested_as(q, x) for x in _attend(arrays, opts, True))
     else:
         out, lse = _attend((q, k, v, *arrays), opts, return_lse)
@@ -136,8 +137,8 @@ def attention_varlen(
     max_seqlen_k: int | None = None, causal: bool | str = False, scale: float | None = None, return_lse: bool = False,
     **options: Unpack[ForwardKeywords],
 ) -> Any:  # fmt: skip
-    """`attention` of sequences of different lengths, packed without padding. A query attends only to keys of its
-    own sequence. The host never waits for the GPU.
+    """`attention` of sequences of different lengths, stored one after the other without padding. A query attends only
+    to keys of its own sequence. The host never waits for the GPU.
 
     q: (total_q, H, D); k: (total_k, Hk, D); v: (total_k, Hk, Dv); any strides with a unit stride in D.
     cu_seqlens_q: (B + 1,) int32, on the same device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q; it
@@ -223,7 +224,7 @@ def attention_paged(
 
 def _attend_pages(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
     """(out, lse) of q, pages of k and v, and the arrays that `options.array_names` names."""
-    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):  # nor has PyTorch to intercept the call
+    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):  # true also if PyTorch has to intercept
         return run_forward(arrays, options)
     if options.descale:
         from . import torch_ops

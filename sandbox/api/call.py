@@ -96,36 +96,36 @@ def append_kv(
     and with SANDBOX_CHECKED=1; else a GPU does not write such rows. Raises UnsupportedProblem naming the unsupported
     value; CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
     """
-    dense, packed = block_table is None, cu_seqlens is not None
+    dense, ragged = block_table is None, cu_seqlens is not None
     given = {"k_new": k_new, "v_new": v_new, "k_pages": k_pages, "v_pages": v_pages, "key_lengths": key_lengths}
-    given |= ({} if dense else {"block_table": block_table}) | ({"cu_seqlens": cu_seqlens} if packed else {})
+    given |= ({} if dense else {"block_table": block_table}) | ({"cu_seqlens": cu_seqlens} if ragged else {})
     one_library([*given], [*given.values()])
     for name, x in (("k_new", k_new), ("v_new", v_new)):
-        check_dimensions(name, x, "(total, Hk, D)" if packed else "(B, Hk, n, D)")
+        check_dimensions(name, x, "(total, Hk, D)" if ragged else "(B, Hk, n, D)")
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         check_dimensions(name, x, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
     check_dimensions("key_lengths", key_lengths, "(B,)")
     check_int32("key_lengths", key_lengths)
-    if packed:
+    if ragged:
         check_dimensions("cu_seqlens", cu_seqlens, "(B + 1,)")
         check_int32("cu_seqlens", cu_seqlens)
     if not dense:
         check_dimensions("block_table", block_table, "(B, max_pages)")
         check_int32("block_table", block_table)
     _check_append_shapes(k_new, v_new, k_pages, v_pages, "(B, Hk, S, D)" if dense else "(pages, page_size, Hk, D)")
-    empty = key_lengths[:0]  # passed instead of the table (dense caches), or of the offsets (rows are not packed)
-    if packed:
+    empty = key_lengths[:0]  # passed instead of the table (dense caches), or of the offsets (rows that are not ragged)
+    if ragged:
         k_new, v_new = (x.swapaxes(0, 1)[None] for x in (k_new, v_new))
     if not dense:
         k_pages, v_pages = (x.swapaxes(1, 2) for x in (k_pages, v_pages))
     check_append(k_new, k_pages, block_table, key_lengths, cu_seqlens)
-    table, offsets = empty.reshape(0, 0) if dense else block_table, cu_seqlens if packed else empty
+    table, offsets = empty.reshape(0, 0) if dense else block_table, cu_seqlens if ragged else empty
     call(_append_kernel(k_new, k_pages), k_new, v_new, table, key_lengths, offsets, k_pages, v_pages)
 
 
 def _check_append_shapes(k_new: Any, v_new: Any, k_pages: Any, v_pages: Any, layout: str) -> None:
-    """Raises UnsupportedProblem for shapes that differ, before pages of this `layout` and packed rows are transposed:
-    messages give the caller's shapes."""
+    """Raises UnsupportedProblem for shapes that do not fit. Called before pages and ragged rows are transposed, so that
+    messages contain the caller's shapes. `layout`: the dimensions of the pages or caches, as text."""
     heads = 1 if layout.startswith("(B") else 2
     for name, new, pages in (("k", k_new, k_pages), ("v", v_new, v_pages)):
         Hk, D = new.shape[1], new.shape[-1]

@@ -114,7 +114,8 @@ class _Attention(torch.autograd.Function):
         elif twice or _PYTORCH.intercepts(*arrays) or batched(dout) or batched(dlse):
             found = backward((*arrays[:6], *saved[5:]), plain, dlse, wanted)
         else:
-            # Gradients may be lazily negated, such as those of z.conj() if out is a part of z; saved tensors are not.
+            # A gradient may be lazily negated (is_neg), for example if out was the imaginary part of a complex z and
+            # z.conj() was used. Saved tensors are not: the forward raises an error for such a tensor.
             resolved = arrays[0].resolve_neg(), *arrays[1:6], *(x.resolve_neg() for x in arrays[6:])
             found = run_backward(resolved, options)
         if not names:
@@ -131,12 +132,12 @@ _apply: Any = super(torch.autograd.Function, _Attention).apply
 # ---- jagged nested tensors, whose offsets are cu_seqlens
 
 
-def packed_nested(
+def ragged_of_nested(
     qkv: tuple[Tensor, Tensor, Tensor], arrays: tuple[Any, ...], options: Options
 ) -> tuple[tuple[Any, ...], Options]:
     """(arrays, options) of the ragged batch in nested tensors (B, heads, j, D), j being the ragged dimension. They must
     be transposes of (B, j, heads, D) without gaps between sequences. Raises UnsupportedProblem for others."""
-    q, k, v = (_packed(name, x) for name, x in zip("qkv", qkv, strict=True))
+    q, k, v = (_rows_first(name, x) for name, x in zip("qkv", qkv, strict=True))
     if k.offsets() is not v.offsets() and not torch.equal(k.offsets(), v.offsets()):
         raise UnsupportedProblem(
             "k and v are nested tensors of different lengths: they must be the same in each batch entry"
@@ -153,24 +154,25 @@ def nested_as(q: Tensor, x: Tensor) -> Tensor:
 
 
 def _check_not_nested(arrays: Results) -> None:
-    """Raises UnsupportedProblem for nested tensors that `packed_nested` did not convert."""
+    """Raises UnsupportedProblem for nested tensors that `ragged_of_nested` did not convert."""
     if any(getattr(x, "is_nested", False) for x in arrays):
         raise UnsupportedProblem(NESTED)
 
 
-def _packed(name: str, x: Tensor) -> Tensor:
+def _rows_first(name: str, x: Tensor) -> Tensor:
+    """A nested (B, heads, j, D) as (B, j, heads, D). Raises UnsupportedProblem if its rows have gaps."""
     if not getattr(x, "is_nested", False):
         raise UnsupportedProblem(f"{name} is not a nested tensor, and q is: it must be (B, heads, j, D), nested")
     if x.layout != torch.jagged:
         raise UnsupportedProblem(f"{name} is a nested tensor with layout {x.layout}: make it with layout=torch.jagged")
     if x.dim() != 4:
         raise UnsupportedProblem(f"{name} is a nested tensor of {x.dim()} dimensions: it must be (B, heads, j, D)")
-    packed = x.transpose(1, 2)
-    if packed._ragged_idx != 1 or packed.lengths() is not None:
+    rows_first = x.transpose(1, 2)
+    if rows_first._ragged_idx != 1 or rows_first.lengths() is not None:
         raise UnsupportedProblem(
             f"{name} has gaps, or another ragged dimension: pass the transpose(1, 2) of a nested (B, j, heads, D)"
         )
-    return packed
+    return rows_first
 
 
 # ---- sandbox.call

@@ -35,8 +35,8 @@ class Problem:
     which hides nothing. Raises SpecError naming the invalid value, UnsupportedProblem for sizes above those in
     core/limits.py.
 
-    A ragged batch: B sequences of at most Sq queries and Sk keys, packed into tensors of one batch entry, q
-    (1, H, rows, D) and so on; `ragged` is (rows of q, rows of k). The offsets of the sequences are known only on the
+    A ragged batch: B sequences of at most Sq queries and Sk keys, one after the other in tensors of one batch entry,
+    q (1, H, rows, D) and so on; `ragged` is (rows of q, rows of k). The offsets of the sequences are known only on the
     device, unless `lengths` has a pair (queries, keys) for each; B, Sq, Sk and `ragged` are then computed from it.
 
     A paged batch: keys are stored in pages of `page_size` rows, k (pages, Hk, page_size, D) and v the same; a block

@@ -76,10 +76,11 @@ def choose_tile(
     kernel: Kernel, problem: Problem, arch: Arch | None, tile: Tile | None = None, *, gpu: str = "",
     multiprocessors: int = 0,
 ) -> Tile:  # fmt: skip
-    """`tile` if it is not None; else the first that fits `arch` and does not spill registers (NAME.spills.json) of the
-    tuned tile for a GPU named `gpu` (not in a backward with `invariant`) and of the spec's tiles in their order. If all
-    of them spill, the one that spills the fewest bytes.
-    BLOCKS of the spec's tiles, if they have it, becomes `multiprocessors` (0: unknown, BLOCKS is unchanged).
+    """`tile` if it is not None. Otherwise the candidates are the tuned tile for a GPU named `gpu` (not in a backward
+    with `invariant`), then the spec's tiles in the order of `ranked`. The first one that fits `arch` and spills no
+    registers (NAME.spills.json) is chosen; if all that fit spill, the one that spills the fewest bytes.
+
+    If the spec's tiles have BLOCKS, it becomes `multiprocessors`, unless that is 0 (unknown).
 
     Raises UnsupportedProblem with the reason of the kernel or of the tile.
     """
@@ -186,10 +187,11 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
-    """The first candidate that supports `problem` on `arch`: the highest default rung, unless another kernel is
-    `first_for` the problem. `deterministic`: only kernels whose results are bitwise equal in every launch.
+    """The first of `candidates` that has a tile and no reason: the highest default rung, unless another kernel is
+    `first_for` the problem. If there is none, the first that was rejected only because it spills registers.
+    `deterministic`: only kernels whose results are bitwise equal in every launch.
 
-    With `problem.invariant`, the first candidate for `deciding(problem)`, among deterministic kernels.
+    With `problem.invariant`: the same among the candidates for `deciding(problem)` that are deterministic.
 
     Raises UnsupportedProblem with every kernel's reason.
     """

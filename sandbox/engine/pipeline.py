@@ -335,7 +335,7 @@ def compile(
 
     kernel: a kernel (its first entry point), or the name of an entry point, such as "bwd_minimal_dq". D: head
     dimension; causal: the mask; both only for attention; a custom operation (sandbox.spec.Operation) is compiled for
-    the first of its `shapes`.
+    its `example`: the first of its `shapes` and `cases`, or 1024 for each dimension.
     dtype: of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2").
     arch: such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without one.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,

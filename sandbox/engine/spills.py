@@ -30,7 +30,8 @@ WIDTHS = (64, 96, 128, 192, 256)  # and with options
 _LAST_WITH_OPTIONS = (9, 0)  # later architectures are compiled without options
 CPU = _LAST_WITH_OPTIONS  # the CPU backend uses the tiles of this architecture
 # The bits of a macro's value that matter here: not the dtype of a bias, SOFTCAP's limit, the page size, or the value of
-# Dv. BIAS & 4: broadcast along the keys; BIAS & 8: TMA can copy tiles of the bias (`_bias_level` in core/options.py).
+# Dv. 0 keeps only that the macro is defined: "PAGE_SIZE=0" in a row is any page size. BIAS & 4: broadcast along the
+# keys; BIAS & 8: TMA can copy tiles of the bias (`_bias_level` in core/options.py).
 _BITS = {"BIAS": 12, "SOFTCAP": 1, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
 _SUMS = {"WINDOW", "DESCALE"}  # each bit of the value adds code: a row has an option for each, such as "WINDOW=2"
 _IGNORED = (
@@ -40,8 +41,8 @@ _IGNORED = (
     "SHORT_SEQUENCES",
     "LONG_SEQUENCES",
 )
-# Macros of problems without options: `widths_for` does not count them. Every float8 problem has DESCALE=8 (factors that
-# are numbers).
+# Macros of problems without options: `widths_for` does not count them. Every problem with float8 keys has DESCALE=8; a
+# descale of q, k or v that is an array adds DESCALE=1, 2 or 4, which counts as an option.
 ALWAYS = {"CAUSAL=1", "DESCALE=8"}
 
 

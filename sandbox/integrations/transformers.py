@@ -88,7 +88,7 @@ def _attend_pages(
     write_index: Any = (), scaling: float | None = None, softcap: float | None = None, s_aux: Any = None,
     kernel: Any = None, tile: Any = None, invariant: bool = False, **others: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """(out, no weights), out (1, total_q, H, D), of the packed sequences of a step: query (1, H, total_q, D), and key
+    """(out, no weights), out (1, total_q, H, D), of the ragged batch of a step: query (1, H, total_q, D), and key
     and value (1, Hk, total_q, D), which it appends to the cache.
 
     Sliding windows are caches that overwrite their oldest keys, from which transformers gathers; and a step of whole
@@ -144,7 +144,7 @@ def _mask(
 
 
 def _said_by_the_layer(mask_function: Any) -> bool:
-    """Whether it is causal or not, with a sliding window or without, and nothing else, such as packed sequences."""
+    """Whether it is causal or not, with a sliding window or without, and nothing else, such as several sequences in one row."""
     plain = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     if mask_function in plain:
         return True

@@ -214,19 +214,19 @@ def _page_size(base: Base) -> Iterator[Pair]:
 def _ragged(base: Base) -> Iterator[Pair]:
     p = base.problem
     lengths = ((5, 40), (p.Sq, p.Sk), (33, 33))
-    packed = {}
+    ragged = {}
     for name, x in base.arrays.items():
         each = [n[name in _OF_KEYS] for n in lengths]
-        packed[name] = np.concatenate([x[:1, :, : each[0]], x[1:2], x[:1, :, : each[2]]], 2)
+        ragged[name] = np.concatenate([x[:1, :, : each[0]], x[1:2], x[:1, :, : each[2]]], 2)
     sums = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32)
-    packed |= {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate("qk")}
+    ragged |= {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate("qk")}
 
     def rows(name: str, x: Array) -> Array:
         begin, count = (40, p.Sk) if name in _OF_KEYS else (5, p.Sq)
         return x[:, :, begin : begin + count]
 
     problem = dataclasses.replace(p, B=0, Sq=0, Sk=0, lengths=lengths)
-    yield _same(base), Run("a sequence of a ragged batch", problem, packed, rows)
+    yield _same(base), Run("a sequence of a ragged batch", problem, ragged, rows)
 
 
 def _with_numbers(name: str, values: Sequence[int]) -> Callable[[Base], Iterator[Pair]]:

@@ -65,8 +65,8 @@ def sequences_of(p: Problem) -> Iterator[Sequence]:
 
 def offsets_of(p: Problem) -> dict[str, Array]:
     """cu_seqlens_q, and unless keys are in pages cu_seqlens_k, of a ragged batch with lengths."""
-    sums, packed = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32), "q" if p.page_size else "qk"
-    return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate(packed)}
+    sums, which_ragged = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32), "q" if p.page_size else "qk"
+    return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate(which_ragged)}
 
 
 def forward(own: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, Array]:

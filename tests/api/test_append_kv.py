@@ -44,15 +44,15 @@ def test_to_pages() -> None:
     assert np.array_equal(k_pages.base[:, 1, :, :, Dv:], others)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_to_dense_caches(packed: bool) -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_to_dense_caches(ragged: bool) -> None:
     """The keys that attention then sees are those of the concatenation."""
     caches, new = (drawn(B, Hk, 30, D), drawn(B, Hk, 30, Dv)), (drawn(B, Hk, 5, D), drawn(B, Hk, 5, Dv))
     expected = [cache.copy() for cache in caches]
     for cache, rows in zip(expected, new, strict=True):
         for b, length in enumerate(LENGTHS):
             cache[b, :, length : length + 5] = rows[b]
-    if packed:
+    if ragged:
         rows = [x.swapaxes(1, 2).reshape(-1, Hk, x.shape[3]) for x in new]
         sandbox.append_kv(*rows, *caches, None, LENGTHS, cu_seqlens=np.arange(0, 20, 5, dtype=np.int32))
     else:

@@ -74,9 +74,9 @@ def ragged(s: Sequences, b: int) -> Iterator[Setting]:
     """With the lengths of all sequences, and with shorter other ones."""
     shorter = tuple(n if i == b else max(1, n // 3) for i, n in enumerate(s.lengths))
     for name, lengths in (("ragged", s.lengths), ("other rows' lengths changed", shorter)):
-        packed = [torch.cat([x[i, :, :n] for i, n in enumerate(lengths)], 1).transpose(0, 1) for x in (s.q, s.k, s.v)]
+        tensors = [torch.cat([x[i, :, :n] for i, n in enumerate(lengths)], 1).transpose(0, 1) for x in (s.q, s.k, s.v)]
         ends = s.int32(*itertools.accumulate(lengths, initial=0))
-        out, lse = sandbox.attention_varlen(*packed, ends, causal=True, invariant=True, return_lse=True)
+        out, lse = sandbox.attention_varlen(*tensors, ends, causal=True, invariant=True, return_lse=True)
         rows = slice(ends[b].item(), ends[b + 1].item())
         yield name, [*range(lengths[b])], (out[rows].transpose(0, 1)[None], lse[None, :, rows])
 

@@ -169,7 +169,7 @@ def test_no_pages_and_no_keys() -> None:
 OFFSETS = np.array([0, 40, 41, 47], np.int32)  # a prompt, a token of a sequence without keys, and the last 6 of 33 keys
 
 
-def packed(total: int = 47, columns: int = D) -> list[Any]:
+def ragged(total: int = 47, columns: int = D) -> list[Any]:
     q = np.random.default_rng(4).standard_normal((total, H, columns)).astype(np.float16)
     _, k, v, table, lengths = arrays()
     return [q, k[..., :columns], v[..., :columns], table, lengths]
@@ -187,7 +187,7 @@ def packed(total: int = 47, columns: int = D) -> list[Any]:
 @pytest.mark.sampled(2)
 def test_ragged_queries(columns: int, options: dict[str, Any]) -> None:
     """Each sequence has the result that it has alone with the gathered keys."""
-    q, k, v, table, lengths = packed(columns=columns)
+    q, k, v, table, lengths = ragged(columns=columns)
     rng = np.random.default_rng(5)
     if "bias" in options:
         options = {**options, "bias": rng.standard_normal((B, 1, 40, MOST * SIZE)).astype(np.float32)}
@@ -212,7 +212,7 @@ def test_ragged_queries(columns: int, options: dict[str, Any]) -> None:
 
 def test_ragged_queries_and_the_compiler() -> None:
     """One graph; other offsets do not need another one."""
-    tensors = [torch.from_numpy(x) for x in (*packed(), OFFSETS)]
+    tensors = [torch.from_numpy(x) for x in (*ragged(), OFFSETS)]
     call = lambda *given: sandbox.attention_paged(*given[:5], cu_seqlens_q=given[5], causal=True)  # noqa: E731
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     for offsets in (OFFSETS, np.array([0, 1, 2, 47], np.int32)):
@@ -241,7 +241,7 @@ def test_few_queries_per_sequence_choose_the_decoding_kernel() -> None:
 def test_ragged_queries_that_make_no_sense(
     offsets: Any, total: int, more: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    given, cu_seqlens = packed(total) if total else arrays(), None if offsets is None else np.array(offsets)
+    given, cu_seqlens = ragged(total) if total else arrays(), None if offsets is None else np.array(offsets)
     if cu_seqlens is not None and cu_seqlens.dtype == np.int64:
         cu_seqlens = cu_seqlens.astype(np.int32)
     with pytest.raises(error, match=said):

@@ -580,9 +580,9 @@ def test_nested_tensors_on_a_gpu() -> None:
     with sandbox.use_in_torch(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = sdpa(q, k, v).transpose(1, 2)
         out.values().sum().backward()
-    packed = [torch.cat(rows).requires_grad_() for _ in range(3)]
-    expected = sandbox.attention_varlen(*packed, torch.tensor([0, 5, 135, 212], device="cuda", dtype=torch.int32))
+    ragged = [torch.cat(rows).requires_grad_() for _ in range(3)]
+    expected = sandbox.attention_varlen(*ragged, torch.tensor([0, 5, 135, 212], device="cuda", dtype=torch.int32))
     expected.sum().backward()
     assert torch.equal(out.values(), expected)
-    for x, y in zip(jagged, packed, strict=True):
+    for x, y in zip(jagged, ragged, strict=True):
         assert (x.grad.values() - y.grad).abs().max() < 2e-2

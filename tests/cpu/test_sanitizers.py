@@ -264,7 +264,7 @@ def test_many_pending_boxes() -> None:
 
 PAGED = Problem(2, 4, 3, 160, 64, Hk=2, dtype="float16", causal="bottom-right", page_size=16, pages=25)
 RAGGED = Problem(0, 2, 0, 0, 64, dtype="float16", lengths=((40, 40), (20, 20)))
-PACKED = Problem(0, 4, 0, 0, 64, Hk=2, dtype="float16", lengths=((40, 50), (20, 60)), page_size=1)
+RAGGED_PAGED = Problem(0, 4, 0, 0, 64, Hk=2, dtype="float16", lengths=((40, 50), (20, 60)), page_size=1)
 SHORTENED = Problem(2, 2, 20, 40, 32, dtype="float16", key_lengths=True)
 INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
     ("fwd_decode", PAGED, {"block_table": {(0, 0): 10**6, (1, 1): -(10**6)}, "key_lengths": {...: 160}}),
@@ -277,8 +277,8 @@ INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
     ("fwd_mma", SHORTENED, {"key_lengths": {...: (10**6, -(10**6))}}),
     ("fwd_decode", PAGED, {"key_lengths": {...: (10**6, -(10**6))}}),
     *((name, problem, {"key_lengths": {...: (10**6, -(10**6))}, "block_table": {(0, 1): 10**6}})
-      for name, problem in (("fwd_mma", PAGED), ("fwd_block2d", PACKED), ("fwd_decode", PACKED))),
-    *(("fwd_mma", PACKED, {"cu_seqlens_q": {...: offsets}}) for offsets in ((0, 50, 70), (-20, 40, 60))),
+      for name, problem in (("fwd_mma", PAGED), ("fwd_block2d", RAGGED_PAGED), ("fwd_decode", RAGGED_PAGED))),
+    *(("fwd_mma", RAGGED_PAGED, {"cu_seqlens_q": {...: offsets}}) for offsets in ((0, 50, 70), (-20, 40, 60))),
 ]  # fmt: skip
 
 

@@ -255,10 +255,10 @@ def test_two_kernels_where_sequences_may_be_short_and_long() -> None:
     and needs its own scratch."""
     both = Problem(0, 8, 0, 0, 64, Hk=2, dtype="float16", lengths=((100, 200), (1, 4000)), page_size=16)
     dense, tokens = dataclasses.replace(both, lengths=(), ragged=()), dataclasses.replace(both, lengths=((4, 9),) * 2)
-    packed = dataclasses.replace(both, page_size=0, pages=0, key_lengths=False, ragged=())
+    ragged = dataclasses.replace(both, page_size=0, pages=0, key_lengths=False, ragged=())
     for name in ("fwd_wgmma", "fwd_mma", "fwd_decode", "fwd_block2d"):
         kernel, found = registry.get(name), []
-        for problem in (both, dense, tokens, packed):
+        for problem in (both, dense, tokens, ragged):
             tile = pipeline.tile_on(HOST, kernel, problem)
             own = pipeline.parts(kernel, tile, problem, HOST)
             found.append(len(own))
