@@ -133,7 +133,7 @@ struct BwdBlock {
     const BwdParams& params;
     const SmemAddr base;  // of smem
     const BwdWorkTile& work_tile;
-    const Head& head0;  // first query head of the group
+    const Head& head0;  // first query head of the work tile (of its group, unless SPLIT_GROUP)
     const MBlocks& m_blocks;
     const int work_head;  // of work_tile
     const int b, heads_per_work_tile, H;
@@ -141,7 +141,7 @@ struct BwdBlock {
 
     __device__ __forceinline__ int first_head() const { return work_head * heads_per_work_tile; }
     // Index, accumulators and semaphore (dq_semaphore.cuh) of the dQ tile of the m_block at row m0, for query head
-    // `head` of the group.
+    // `head` of the work tile.
     __device__ __forceinline__ long long dQ_tile_index(int head, int m0) const {
         return head0.first_tile<BLOCK_M>(H, work_head * heads_per_work_tile + head) + m0 / BLOCK_M;
     }
@@ -270,8 +270,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     }
     // This block may start when all blocks of bwd_preprocess have exited; their writes are visible after
     // griddepcontrol_wait. Before it, the block reads what earlier launches have written: the tile counter (zeroed
-    // before all entry points) and the block map (bwd_preprocess has waited for its kernel). After it: delta,
-    // work_tiles.
+    // before all entry points) and the block map (bwd_preprocess has waited for the kernel that writes it). After it:
+    // delta, work_tiles.
     if (Head::HAS_BLOCK_MAP) {
         // With a block map the kernel is neither DETERMINISTIC nor RAGGED: blockIdx determines the work tile.
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group));

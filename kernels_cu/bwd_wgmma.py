@@ -69,7 +69,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
-            "BLOCK_M=128 is not supported with a bias or a mask: a box, or the bits of a lane, are 64 rows; use 64",
+            (
+                "BLOCK_M=128 is not supported with a bias or a mask: a TMA box of the bias has 64 rows, and a lane has "
+                "mask bits for 64 rows; use 64"
+            ),
         ),
         (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: Q is released after Q of the next m_block is loaded"),
         (
@@ -86,7 +89,8 @@ def dQ_accum_with_semaphores(p: Problem, t: Tile) -> tuple[int, int]:
     rows = p.batches * p.H * p.query_tiles(128) * 128
     # Upper bounds of what the kernel uses. Tile counter and alignment; two semaphores per m_block of at least 64 rows.
     counters = 128 + rows // 32
-    # Columns of a row: D_PAD if BLOCK_M = 128, otherwise 2 * DQ_COLS, which is 32, 64, 128 or 256.
+    # Columns of a row: 2 * DQ_COLS (192 if NARROW_V, otherwise 32, 64, 128 or 256); if BLOCK_M = 128 an upper bound of
+    # D_PAD.
     columns = 192 if narrow_v(p, t) else 1 << max(p.D - 1, 31).bit_length()
     return counters + rows * columns, counters
 

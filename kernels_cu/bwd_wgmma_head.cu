@@ -67,8 +67,8 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
 }
 
 // Loop state of a consumer, in one register, because the mainloop has none to spare. From the top: 2 bits: the number
-// of m_blocks modulo 4, which determines stage and parity; 14 bits: index of the n_block; 16 bits: the number of
-// m_blocks of this n_block.
+// of m_blocks so far, modulo 4, which determines stage and parity; 14 bits: index of the n_block; 16 bits: the number
+// of m_blocks so far in this n_block.
 class LoopState {
     static constexpr unsigned NEXT_M_BLOCK = (1u << 30) + 1, N_BLOCK = 1u << 16;
     unsigned count = 0;
@@ -153,7 +153,8 @@ struct ConsumerWarpgroup {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2 ^ 1);  // phase ^ 1: the first wait returns at once
         stage_dQ(base + dQ_AT + consumer * 4 * DQ_CONSUMER_FLOATS, dQ);
     }
-    // Arrives on the full barriers of dQ, if has_dQ, and of dS of m_block i: the consumer has written both.
+    // Arrives on the full barriers of dS of m_block i and, if has_dQ, of dQ of m_block i - 1: the consumer has written
+    // them.
     __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned i) const {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
@@ -226,7 +227,8 @@ struct ConsumerWarpgroup {
         block.m_blocks_of(state.n0()).seek(head, m0);
         state.next();
     }
-    // After the last m_block of an n_block: its dQ. dK and dV are complete.
+    // After the last m_block of an n_block: computes and stages dQ of that m_block, and waits until dK and dV are
+    // complete.
     __device__ __forceinline__ void mainloop_tail() {
         const unsigned i = state.i();
         commit_dQ_dS(state.m_blocks_of_n_block() > 1, i - 1);

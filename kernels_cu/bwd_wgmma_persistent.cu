@@ -72,14 +72,14 @@ constexpr int NEEDS_MASK = 1,
 
 using EmptyK = BarrierArray<BARRIERS_AT, 2>;  // per K buffer: both consumers have read it
 using EmptyV = BarrierArray<EmptyK::END, 1>;
-using Barriers = BwdBarriers<EmptyV::END>;  // its arrays of dQ are those of the staging buffers
+using Barriers = BwdBarriers<EmptyV::END>;  // FulldQ and EmptydQ are the barriers of the staging buffers
 using QPipeline = Barriers::QPipeline;
 using dOPipeline = Barriers::dOPipeline;
 using WorkTilePipeline = Pipeline<Barriers::END, 2>;  // published work tiles
 static_assert(STAGES == 2, "STAGING_SLOTS is for two stages");
 
 using WorkTiles = Published<PersistentWorkTile, WorkTilePipeline::END, 2>;
-// Per consumer: it writes dK and dV itself (non-finite fallback), so that the store warp must not store them.
+// Per consumer: whether it writes dK and dV itself (non-finite fallback); the store warp then must not store them.
 using NonFinite = Published<int, WorkTiles::END, 2>;
 using Flags = Published<int, NonFinite::END, STAGES * 2>;  // per stage and consumer
 using StagedStores = Published<StagedStore, Flags::END, STAGING_SLOTS>;
@@ -244,7 +244,7 @@ struct ConsumerWarpgroup {
     }
     __device__ __forceinline__ void wait_dS() const { mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2); }
 
-    // After the last m_block of a work tile: dK and dV are complete.
+    // After the last m_block of a work tile: waits until dK and dV are complete.
     __device__ __forceinline__ void finish_dKV() const {
         TIMELINE(store);
         wgmma_wait<0>();

@@ -83,7 +83,7 @@ __device__ __forceinline__ void hide(unsigned (&P)[STEPS][4], int k) {
 template <int M>
 struct FragmentMask {
     static_assert(M <= 64 || !Head::ELEMENT_MASK, "the mask has 32 bits per lane, one per element");
-    const Head &head, &head0;  // of this query head; of the group's first one, whose lengths are in registers
+    const Head &head, &head0;  // of this query head; of the work tile's first one, whose lengths are in registers
     const int first_query, first_key, warp_key;  // warp_key: first key of the warp's 16
     const bool elementwise;                      // whether the elementwise mask may hide an element
     unsigned visible_bits = 0;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, 
 }
 
 // By a warp: loads LSE and delta of the i-th m_block to stats[STAGES][2][BLOCK_M], and arrives on the full barrier of
-// Q. m0: first row of the m_block; head: query head within the group; first_head: first query head of the group.
+// Q. m0: first row of the m_block; head: query head within the work tile; first_head: its first query head.
 template <class QPipeline>
 __device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, SmemAddr base, float* stats,
                                                    const Head& head0, int H, int first_head, unsigned i, int head,

@@ -70,9 +70,9 @@ struct WorkTileConsumer : ConsumerTiles {
         if (state.lane == 0) VPipeline::release(base, pipe_index + j);
     }
 
-    // Whether this consumer takes a turn for key tile j, its first one (or of a range of keys). Not for key tile 0, for
-    // which no consumer does, as none has exponentials yet that could overlap with MMAs. Not with STAGGERED, whose
-    // consumers have different first tiles.
+    // Whether this consumer takes a turn for key tile j, which is the first one of this consumer or of a range of keys.
+    // Not for key tile 0, for which no consumer does, as none has exponentials yet that could overlap with MMAs. Not
+    // with STAGGERED, whose consumers have different first tiles.
     __device__ __forceinline__ bool first_tile_has_turn(int j) const { return !STAGGERED && j > 0 && j < turns_end; }
 
     // ---- scores and mask

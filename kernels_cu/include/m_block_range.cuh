@@ -1,9 +1,10 @@
-// The m_blocks of a backward work tile: for each query head of the group, the m_blocks to which some key of the n_block
-// is visible. They follow from the mask's ranges or from a block map.
+// The m_blocks of a backward work tile: for each of its query heads, the m_blocks to which some key of the n_block is
+// visible. They follow from the mask's ranges or from a block map.
 #pragma once
 #include "score_mod.cuh"
 
-// The column of the block map for one n_block, in shared memory: one bit per m_block of each head of the group.
+// The column of the block map for one n_block, in shared memory: one bit per m_block of each head of the
+// work tile.
 struct GroupBlockMap {
     static constexpr unsigned MAP_WORDS = 128;
 
@@ -13,7 +14,8 @@ struct GroupBlockMap {
         return (score.Sq + 32 * BLOCK_M - 1) / (32 * BLOCK_M);
     }
 
-    // Called by all WARPS warps of the block. first_head: first query head of the group; n0: first key of the n_block.
+    // Called by all WARPS warps of the block. first_head: first query head of the work tile; n0: first key of the
+    // n_block.
     template <unsigned WARPS>
     __device__ __forceinline__ void fill(const SeqlenInfo& sequence, int first_head, int heads, int n0) {
         const Score& score = sequence.score;
@@ -53,7 +55,7 @@ struct BlockIndexReread {
 //   MAY_DESCEND           some work tiles are `descending`
 template <bool N0_IN_REGISTER, bool ROTATED, class WorkTile = void, bool MAY_DESCEND = false>
 struct MBlockRange {
-    const Head& head0;  // the group's first head; the ranges are the same for all heads
+    const Head& head0;  // the work tile's first query head; the ranges are the same for all heads
     const GroupBlockMap& map;
     const int heads, n0_register;
     // Visits the m_blocks of each head from the last to the first. Requires MAY_DESCEND; not with ROTATED or a block
@@ -89,8 +91,8 @@ struct MBlockRange {
     // m0 of the next m_block in iteration order; may be out of range, see seek.
     __device__ __forceinline__ int next(int m0) const { return is_descending() ? m0 - BLOCK_M : m0 + BLOCK_M; }
 
-    // Moves to the first m_block from m0 of `head` on, in iteration order; head = heads if there is none. m0: the
-    // result of next(), or with a block map also of first().
+    // Moves to the first m_block of `head` at row m0 or later in iteration order, or else to the first one of a later
+    // head; head = heads if there is none. m0: the result of next(), or with a block map also of first().
     __device__ __forceinline__ void seek(int& head, int& m0) const {
         if constexpr (!Head::HAS_BLOCK_MAP) {
             if constexpr (ROTATED) {  // the loop of a head wraps around, and ends when it is back at first()
@@ -130,7 +132,7 @@ struct MBlockRange {
         return map.fully_visible[head * GroupBlockMap::words_per_head(head0.score) + m_block / 32] >> m_block % 32 & 1;
     }
 
-    // Calls f(i, head of the group, m0) for the i-th m_block.
+    // Calls f(i, head of the work tile, m0) for the i-th m_block.
     template <class F>
     __device__ __forceinline__ void for_each(F f) const {
         int head, m0;

@@ -1,7 +1,7 @@
 // Keys in pages, as views of whole tiles (seqlen.cuh). Included by it, after SeqlenInfo, if PAGE_SIZE is set.
 #pragma once
 
-// View of tensor.cuh for keys in pages: row s is key s, and a row beyond the last key has the address of the last one.
+// View (view.cuh) for keys in pages: row s is key s, and a row beyond the last key has the address of the last one.
 // At least one key is required.
 template <class T>
 struct PagedView {

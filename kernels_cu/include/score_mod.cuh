@@ -12,9 +12,11 @@
 // Scores have two representations. fwd_minimal, fwd_block2d and their backwards use x itself (`masked_score`,
 // `recompute_P`). Tensor-core kernels use raw scores, with raw * softmax_scale = x, as FlashAttention does:
 //
-//   without softcap    raw = q . k                 softmax_scale = scale
-//   with softcap       raw = tanh(x / softcap)     softmax_scale = softcap
-//   with a score_mod   raw = x                     softmax_scale = 1         (an expression of the user)
+//   without softcap    raw = q . k                              softmax_scale = scale
+//   with softcap       raw = tanh(scale * (q . k) / softcap)    softmax_scale = softcap
+//   with a score_mod   raw = x                                  softmax_scale = 1         (an expression of the user)
+//
+// In the first two cases ALiBi and bias add their terms, divided by softmax_scale, to raw.
 //
 // The factor scale_log2 = softmax_scale * log2(e) is part of the FFMA before exp2: one multiplication less per score.
 #pragma once
@@ -200,7 +202,8 @@ struct Head : Mask {
         const Dual x = apply_score_mod<Dual, ScoreUnits::SCALED, OF_BIAS>(dot, {query_row, key_col});
         const float finite_lse = lse == -INF ? 0.0f : lse;  // no visible key: -INF - -INF would be NaN
         const bool has_derivative = OF_BIAS ? Snippet::HAS_SCORE_MOD : HAS_DERIVATIVE;
-        // __fadd_rn: contraction to fma(dot, scale, -lse) would not cancel the rounding of LSE.
+        // __fadd_rn: x must be rounded as it was for LSE, so that the two roundings cancel; fma(dot, scale, -lse)
+        // would not round it.
         const float exponent = __fadd_rn(visible(query_row, key_col) ? x.value : -INF, -finite_lse);
         // exponent > 0 only because LSE is rounded: P <= 1.
         return {expf(exponent > 0.0f ? 0.0f : exponent), has_derivative ? x.derivative : 1.0f};

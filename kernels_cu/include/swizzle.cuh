@@ -55,15 +55,16 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load_5d(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads a tile that begins at a column. The barrier must already expect its bytes (`extra_tx_bytes` of an
-    // earlier load).
+    // Loads one box of each slab, of as many rows as the map's box, from a column on. The barrier must already expect
+    // its bytes, for example as `extra_tx_bytes` of an earlier load.
     static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h,
                                                      int b, SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
     }
-    // Stores rows s .. s + ROWS - 1: `slabs` slabs from slab `first` on, from shared memory at `from`.
+    // Stores one box of each slab, of as many rows as the map's box, from row s on: `slabs` slabs from slab `first` on,
+    // which begin in shared memory at `from`.
     static __device__ __forceinline__ void store(const TensorMap& map, int s, int h, int b, SmemAddr from,
                                                  int first = 0, int slabs = SLABS) {
 #pragma unroll

@@ -27,9 +27,11 @@
 //   ascending      last to first     shortest first           in ascending order, from the diagonal on
 //   descending     first to last     longest first            in descending order
 //
-// In both, a work tile reaches an m_block in no earlier iteration than the work tiles that precede it in the
-// semaphore's order (descending: in the same iteration). In the ascending order, blocks that start together also begin
-// with different m_blocks. Consecutive work tiles have similar lengths, also from one group to the next.
+// In the ascending order a work tile reaches an m_block in no earlier iteration than the work tiles that precede it in
+// the semaphore's order, and blocks that start together begin with different m_blocks. In the descending order it
+// reaches the m_blocks of its first query head in the same iteration as they do. With grouped heads it reaches those of
+// a later head earlier than its predecessors, which are longer, and waits for them. Consecutive work tiles have similar
+// lengths, also from one group to the next.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
 // With a window that has both bounds, every group is ascending. Without a right bound (no mask, or a left bound only)
 // n_blocks start first to last, and m_blocks are visited in ascending order.
