@@ -244,8 +244,11 @@ def _of_sequences(required: str, longest: tuple[int | None, int | None], paged: 
     missing = [name for name, n in zip(names, longest, strict=False) if n is None]
     if not missing:
         return required
-    by_default = f"{'are' if len(missing) > 1 else 'is'} by default the rows of {' and '.join(n[-1] for n in missing)}"
-    return f"{required}; {' and '.join(missing)} {by_default}"
+    were, defaults = ("were", "their defaults are") if len(missing) > 1 else ("was", "its default is")
+    return (
+        f"{required}; {' and '.join(missing)} {were} not passed: {defaults} the number of rows of "
+        f"{' and '.join(name[-1] for name in missing)}"
+    )
 
 
 def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:

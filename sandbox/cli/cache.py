@@ -45,7 +45,7 @@ def _age(made: float) -> str:
 @cache_.command("clear")
 @json_option
 def cache_clear(as_json: bool) -> None:
-    """Remove all compiled objects. Tuned tiles, in its folder tuned, are kept."""
+    """Remove all compiled objects. Tuned tiles (folder `tuned` of the cache folder) are kept."""
     removed = disk_cache.clear()
     if as_json:
         print_json({"directory": disk_cache.directory(), "removed": removed})

@@ -52,7 +52,7 @@ from .output import exit_status, print_json, save_page, say, screen
 @click.option("--save", "saved", type=OutputPath(dir_okay=False), metavar="FILE",
               help="Store the recording in FILE.json.gz, for --show.")  # fmt: skip
 @click.option("--show", "shown", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="Show a stored recording instead of a new one: without KERNEL, also without a GPU.")  # fmt: skip
+              help="Show a stored recording instead of making one. Omit KERNEL. Needs no GPU.")  # fmt: skip
 @html_option
 @json_option
 def timeline_(

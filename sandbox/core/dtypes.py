@@ -82,7 +82,7 @@ def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Desc
         if not isinstance(one, Sequence):
             found.append(number(f"descale of {name}", one))
             if found[-1] <= 0:  # type: ignore[operator]
-                raise SpecError(f"descale of {name}={one!r} must be positive")
+                raise SpecError(f"descale of {name} is {one!r}: it must be positive")
             continue
         shape = (*(1,) * (2 - len(one)), *one)
         if len(shape) != 2 or any(n not in (1, most) for n, most in zip(shape, (B, heads), strict=True)):

@@ -144,7 +144,7 @@ def _mask(
 
 
 def _said_by_the_layer(mask_function: Any) -> bool:
-    """Whether it is causal or not, with a sliding window or without, and nothing else, such as several sequences in one row."""
+    """Whether it is causal or not, with a sliding window or without, and nothing else, such as sequences in one row."""
     plain = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     if mask_function in plain:
         return True

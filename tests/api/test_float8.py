@@ -187,7 +187,7 @@ def test_refusals() -> None:
         sandbox.attention(q.float(), k.float(), v.float(), descale=(*one[:2], 2))
     with pytest.raises(SpecError, match=r"must have three elements"):
         sandbox.attention(q, k, v, descale=(1, 1))
-    with pytest.raises(SpecError, match=r"descale of k=-1.0 must be positive"):
+    with pytest.raises(SpecError, match=r"descale of k is -1.0: it must be positive"):
         sandbox.attention(q, k, v, descale=(1, -1, 1))
     with pytest.raises(SpecError, match=r"descale of v has shape \(2, 4\): it must broadcast to \(B, heads\)"):
         sandbox.attention(q, k, v, descale=(1, 1, torch.ones(2, 4)))

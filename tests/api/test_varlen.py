@@ -136,16 +136,18 @@ def test_the_shape_of_a_mask() -> None:
     """In a message: its sizes are max_seqlen_*, where they were passed."""
     q = np.zeros((16, 4, 32), np.float32)
     offsets, mask = np.array([0, 10, 16], np.int32), np.ones((2, 4, 10, 10), bool)
+    defaults = "were not passed: their defaults are the number of rows of q and k"
+    default = "was not passed: its default is the number of rows of"
     for longest, said in (
-        ({}, "max_seqlen_k) = (2, 4, 16, 16); max_seqlen_q and max_seqlen_k are by default the rows of q and k"),
-        ({"max_seqlen_q": 10}, "max_seqlen_k) = (2, 4, 10, 16); max_seqlen_k is by default the rows of k"),
+        ({}, f"max_seqlen_k) = (2, 4, 16, 16); max_seqlen_q and max_seqlen_k {defaults}"),
+        ({"max_seqlen_q": 10}, f"max_seqlen_k) = (2, 4, 10, 16); max_seqlen_k {default} k"),
         ({"max_seqlen_q": 9, "max_seqlen_k": 9}, "max_seqlen_k) = (2, 4, 9, 9)"),
     ):
         message = f"mask has shape (2, 4, 10, 10): it must broadcast to (B, H, max_seqlen_q, {said}"
         with pytest.raises(UnsupportedProblem, match=f"^{re.escape(message)}$"):
             sandbox.attention_varlen(q, q, q, offsets, mask=mask, **longest)
     pages, table = np.zeros((4, 16, 4, 32), np.float32), np.zeros((2, 1), np.int32)
-    message = "(B, H, max_seqlen_q, Sk) = (2, 4, 16, 16); max_seqlen_q is by default the rows of q"
+    message = f"(B, H, max_seqlen_q, Sk) = (2, 4, 16, 16); max_seqlen_q {default} q"
     with pytest.raises(UnsupportedProblem, match=f"{re.escape(message)}$"):
         sandbox.attention_paged(q, pages, pages, table, offsets[1:], cu_seqlens_q=offsets, mask=mask)
 
