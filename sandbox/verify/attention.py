@@ -104,7 +104,7 @@ def quick_cases(kernel: Kernel, device: Device) -> list[Case]:
         Case("plain", of(1, H, S, S)),
         Case("causal", of(1, H, S, S, causal="bottom-right")),
         Case("edges", of(1, 1, M + 1, 2 * N - 1)),
-        Case("ragged", of(2, 4, 77, 97, Hk=2, causal="bottom-right"), layout="bshd"),
+        Case("grouped", of(2, 4, 77, 97, Hk=2, causal="bottom-right"), layout="bshd"),
         Case("large", of(1, 2, 97, 77, causal="bottom-right"), inputs="large"),
         Case("raised", of(1, 1, 33, 65), inputs="raised"),
     ]

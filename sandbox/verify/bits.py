@@ -84,8 +84,8 @@ class Base:
 
     def run(self, what: str, entries: Sequence[int], groups: Sequence[int] | None = None, queries: slice = slice(None),
             keys: slice = slice(None), more: Arrays | None = None) -> Run:  # fmt: skip
-        """The dense problem of some batch entries, key/value heads with their groups, queries and keys, which gives all
-        rows of these."""
+        """A run of the dense problem that consists of these batch entries, key/value heads (`groups`, with their query
+        heads), queries and keys; all its rows are compared. `more`: arrays that replace those of the base."""
         p, group = self.problem, self.problem.group
         kv = [*range(p.Hk)] if groups is None else [*groups]
         heads = {True: kv, False: [g * group + i for g in kv for i in range(group)]}
@@ -98,7 +98,7 @@ class Base:
         return Run(what, problem, arrays, lambda name, x: x)
 
 
-Pair = tuple[Run, Run]  # of which all rows must be equal
+Pair = tuple[Run, Run]  # their rows must be equal
 
 
 def _same(base: Base, entries: Sequence[int] = (1,)) -> Run:
@@ -251,7 +251,7 @@ def _splits(base: Base) -> Iterator[Pair]:
 
 
 def _splits_of_long_rows(base: Base) -> Iterator[Pair]:
-    """For a kernel whose number of splits depends on the problem and not on BLOCKS: it is one in a ragged batch."""
+    """For a kernel whose number of splits depends on the problem and not on BLOCKS. A ragged batch has one split."""
     p = dataclasses.replace(base.problem, B=1, H=base.problem.group, Hk=1, Sq=3, Sk=4200)
     arrays = _drawn(base.kernel, p, base.rng)
     count = base.kernel.numbers["splits"](p, base.tile)
@@ -378,7 +378,7 @@ def compare(base: Base, change: str, device: Device) -> Finding:
 
 
 def guaranteed(kernel: Kernel) -> tuple[str, ...]:
-    """What may change with invariant=True: in a backward, other batch entries only."""
+    """The changes that leave the bits equal with invariant=True: in a backward only those in `_OF_GRADIENTS`."""
     if kernel.computes == "forward":
         return kernel.invariances
     return tuple(name for name in kernel.invariances if name in _OF_GRADIENTS)
@@ -388,9 +388,9 @@ def examine(
     kernels: Iterable[Kernel], device: Device, seed: int, tile: Tile | None = None, changes: Sequence[str] = (),
     invariant: bool | None = None,
 ) -> Iterator[Finding]:  # fmt: skip
-    """`bits`: each change for each kernel with `tile`, by default the one that the spec chooses, and for the kernels
-    that support it again with invariant=True. `invariant`: only one of the two. Raises UnsupportedProblem for a kernel
-    of another computation, and if no kernel can be examined."""
+    """`bits`: examines each change for each kernel, without invariant=True and, if the kernel supports it, with it.
+    `invariant`: only one of the two. `tile`: by default the one that the spec chooses. Raises UnsupportedProblem for a
+    kernel of another computation, and if no kernel can be examined."""
     kernels, examined, reason = [*kernels], False, ""
     if others := [kernel for kernel in kernels if kernel.computes not in ("forward", "backward")]:
         raise UnsupportedProblem(

@@ -38,7 +38,7 @@ class Case:
 
     @property
     def described(self) -> str:
-        """Its name in a sentence: of --shape, the problem."""
+        """Its name in a sentence; for the case of --shape, the problem."""
         return str(self.problem) if self.name == GIVEN else self.name
 
 
@@ -65,7 +65,7 @@ def latent_cases(small: bool) -> list[Case]:
     return [Case("latent", one), Case("pages", two)]
 
 
-# H, Hk. If Hk is neither 1 nor H, h // group, h % Hk and h differ.
+# H, Hk. Only if Hk is neither 1 nor H, h % Hk and h are wrong in place of h // group.
 _HEADS = ((1, 1), (4, 2), (1, 1), (2, 1), (1, 1))
 _LENGTHS = ((1, 1), (2, 5), (5, 2), (17, 17), (77, 97), (97, 77), (113, 128), (1, 203), (203, 1), (5, 0), (0, 5))
 _LONG = ((1023, 1024), (1024, 203))  # many tiles; with one head and also a small D, for the CPU backend

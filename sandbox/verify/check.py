@@ -36,10 +36,10 @@ class Result:
     """One kernel on one case. Errors are absolute; the result is ok if `error <= bound` and `lse_excess <= 0`.
 
     `error` and `bound` are those of `tensor`, the output with the largest ratio. LSE is separate: `lse_excess` is the
-    maximum of |LSE - ref| minus its bound, None if the kernel writes no LSE. `message` gives the reason if there is no
-    error: the kernel does not support the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time,
+    maximum of |LSE - ref| minus its bound, None if the kernel writes no LSE. If `error` is None, `message` gives the
+    reason: the kernel does not support the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time,
     or the time of the emulation on the CPU backend. `resources`, `smem_dynamic` and `compile_seconds` come from NVRTC,
-    for the GPU, or without one for `arch`; for several entries they are the maxima.
+    which compiles for `arch`: the GPU's, or DEFAULT_ARCH without a GPU; for several entries they are the maxima.
     """
 
     kernel: str
@@ -223,8 +223,8 @@ def _cause(kernel: Kernel, case: Case, device: Device, tile: Tile, where: ErrorM
 
 
 def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.Compiled, ...], str]:
-    """NVRTC's result for DEFAULT_ARCH, for runs without a GPU; without NVRTC, or for a
-    problem that DEFAULT_ARCH does not support, a note instead."""
+    """NVRTC's result for DEFAULT_ARCH, for runs without a GPU; a note instead without NVRTC, or for a problem that
+    DEFAULT_ARCH does not support."""
     target = pipeline.DEFAULT_ARCH
     try:
         chosen = choose_tile(kernel, case.problem, architectures.parse(target), tile)

@@ -1,8 +1,8 @@
 """Names the cause of a wrong result: which property of the problem the fault depends on, and which weights are wrong.
 
-After a failure, a few small problems are run with the same binary: full tiles, one tile, a partial key or query tile,
-several heads, other strides. The smallest problem that is still wrong is run with one-hot values, which shows the
-attention weights that the kernel applies (see `weights`).
+After a failure, a few small problems are run with the same tile configuration: whole tiles, one tile, a partial key or
+query tile, several heads, other strides. The smallest problem that is still wrong is run with one-hot values, which
+shows the attention weights that the kernel applies (see `weights`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _STORE = r"O\.row|query_row >=|head\.Sq|LSE\["
 
 
 class Probe(NamedTuple):
-    """A small problem, with the property in which it differs from the simplest one."""
+    """A small problem, and the property in which it differs from the simplest one: `condition` as text, `kind` as
+    "heads", "strides", "inputs", or "" for others."""
 
     case: Case
     condition: str = ""
@@ -180,7 +181,7 @@ def _diagnose(e: _Examined, case: Case) -> Diagnosis:
 
 
 def _condition_of_base(e: _Examined, base: Problem) -> str:
-    """Which simpler problem is correct."""
+    """Which simpler problem is correct, as text; "" if none is."""
     if e.wrong(Case("probe", replace(base, Sq=e.M, Sk=e.N, causal=False))) is None:
         if base.causal and e.wrong(Case("probe", replace(base, causal=False))) is None:
             return "correct without a causal mask"
@@ -288,7 +289,7 @@ def _first_run(rows: Array) -> str:
 
 
 def _columns(case: Case, outputs: dict[str, Array]) -> str:
-    """Columns of O that are wrong while others are correct, and whose column they have."""
+    """Columns of O that are wrong while others are correct, and which column's values they have."""
     expected, tolerance = _reference(case)
     got, ref = outputs["O"].astype(np.float64)[0, 0], expected[0, 0]
     error = errors(got, ref)
@@ -320,7 +321,7 @@ def _wrong_tensor(case: Case, outputs: dict[str, Array]) -> str:
 
 
 def _reference(case: Case) -> tuple[Array, float]:
-    """O of a plain case in float64, and an error that counts as wrong."""
+    """O of a plain case in float64, and the error above which an element counts as wrong."""
     q, k, v = make_inputs(case)
     p = case.problem
     out, _ = attention(q, k, v, causal=p.causal, scale=p.scale)

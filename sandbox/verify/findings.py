@@ -36,9 +36,9 @@ def places(text: str) -> tuple[SourceLine, ...]:
 
 
 def resolve_expressions(text: str, score: Score | None) -> tuple[str, str]:
-    """(report, first expression). In the report, lines of a Score's expressions become lines of the file that defines
-    the Score, if they are found there. The first expression in the report, "" if there is none, is for the finding's
-    sentence."""
+    """(the report, a phrase with the first expression that it names). Places in a Score's expressions, such as
+    "score:1", become lines of the file that defines the Score, if the expression is found there. The phrase is appended
+    to the sentence of a finding; "" if the report names no expression."""
     lines = {"score": score.score.splitlines(), "mask": score.mask.splitlines()} if score else {}
     said: list[str] = []
 

@@ -21,8 +21,8 @@ def explain(
     name: str, got: Array, bad: Array, head: tuple[int, ...], bound: Array | float, problem: Problem,
     inputs: Mapping[str, Array],
 ) -> str:  # fmt: skip
-    """Of `got`, O (B, H, Sq, Dv) or LSE (B, H, Sq), wrong where `bad`: what is wrong with the mask of head (b, h), ""
-    if no mask that is tried explains it. `inputs`: Q, K, V and the tensors of the options, by their names in a
+    """What is wrong with the mask of head (b, h), as text; "" if no candidate mask explains the error. `got`: O (B, H,
+    Sq, Dv) or LSE (B, H, Sq), wrong where `bad`. `inputs`: Q, K, V and the tensors of the options, by their names in a
     spec's `args`."""
     aligned = problem.causal == "bottom-right" or not (problem.alibi or problem.window != (None, None))
     if name not in ("O", "LSE") or not problem.causal or problem.ragged or problem.page_size or not aligned:

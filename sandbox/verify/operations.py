@@ -35,7 +35,7 @@ _CASES = 10
 
 
 def dtype_of(kernel: Kernel, dtype: str = "") -> str:
-    """`dtype` if the kernel supports it or names no other, else float16 or its first."""
+    """`dtype` if the kernel supports it, else float16 if it supports that, else its first dtype."""
     if dtype in kernel.dtypes:
         return dtype
     return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
@@ -170,7 +170,7 @@ def reference_of(operation: Operation, case: Case) -> Reference:
 
     The default bound is 2 max|float32 - float64| + 1 ulp of the dtype + 8 ulp of float32, both at max|float64|. The
     float32 result is computed for the inputs, and for inputs that differ by up to 4 units of their last float32 place:
-    the second one has an error as that of sums in another order. Integers and bool must be equal.
+    the error of the second result is like that of sums in another order. Integers and bool must be equal.
     """
     inputs = inputs_of(operation, case)
     exact = expected(operation, case.problem, inputs, "float64")
@@ -189,7 +189,7 @@ def reference_of(operation: Operation, case: Case) -> Reference:
 
 
 def expected(operation: Operation, problem: Any, inputs: Mapping[str, Array], precision: str) -> dict[str, Array]:
-    """The outputs of the reference for these inputs, converted to "float64" or "float32"; outputs are float64.
+    """The outputs of the reference, in float64, for these inputs converted to `precision`, "float64" or "float32".
 
     Raises SpecError if the reference raises, or if its result does not fit the spec.
     """

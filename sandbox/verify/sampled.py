@@ -88,7 +88,7 @@ def expect(
 ) -> Expected:
     """Reference and bounds for PyTorch tensors q (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv), on any
     device. `option_tensors`: tensors of the options, by their names in a spec's `args`. `number`: index of the
-    first batch entry.
+    problem's first batch entry, for a sequence of a ragged batch.
 
     The sample always contains the first and last head, and the first and last rows.
     """

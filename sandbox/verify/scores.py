@@ -228,7 +228,7 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
 
 def visible_pairs(p: Problem, inputs: Mapping[str, Any]) -> int | None:
     """The number of visible (query, key) pairs of all heads, if a mask or key_lengths (arrays of any library) hide
-    some. None if the problem alone determines it, and for a ragged batch. A user's own condition is ignored."""
+    some. None if the problem alone determines it, and for a ragged batch. The mask of a Score is ignored."""
     if p.ragged or not (p.mask or p.key_lengths):
         return None
     tensors: dict[str, Any] = {name: host_array(inputs[name]) for name in ("mask", "key_lengths") if name in inputs}

@@ -26,8 +26,8 @@ _OF_QUERIES = ("Q", "O", "dO", "dQ", "LSE", "dLSE", "delta")
 
 
 class Sequence(NamedTuple):
-    """One sequence of a ragged batch: its number, its own problem, its rows in the batch, and the batch entries of
-    K and V with its keys: all, or of keys that were in pages its own."""
+    """One sequence of a ragged batch: its number, its own problem, and its rows in the batch. `key_entries`: the batch
+    entries of K and V in which its keys are: all (there is one), or if the keys were in pages its own (`gathered`)."""
 
     b: int
     problem: Problem
@@ -64,7 +64,7 @@ def sequences_of(p: Problem) -> Iterator[Sequence]:
 
 
 def offsets_of(p: Problem) -> dict[str, Array]:
-    """cu_seqlens_q, and unless keys are in pages cu_seqlens_k, of a ragged batch with lengths."""
+    """cu_seqlens_q of a ragged batch with lengths, and cu_seqlens_k unless its keys are in pages."""
     sums, which_ragged = np.cumsum([(0, 0), *p.lengths], axis=0, dtype=np.int32), "q" if p.page_size else "qk"
     return {f"cu_seqlens_{which}": np.ascontiguousarray(sums[:, i]) for i, which in enumerate(which_ragged)}
 

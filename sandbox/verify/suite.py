@@ -59,7 +59,7 @@ class Suite(Protocol):
         """Inputs and expected outputs of a case; cached. Raises SandboxError for an error in the operation."""
 
     def laid_out(self, problem: Problem, inputs: Mapping[str, Array]) -> Problem:
-        """The problem with the properties of these inputs that kernels depend on."""
+        """The problem with the properties of these inputs that kernels depend on, such as their alignment."""
 
     def outputs(self, problem: Problem) -> Outputs:
         """Shape and dtype of each output."""

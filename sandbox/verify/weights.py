@@ -32,7 +32,8 @@ class Cause(NamedTuple):
 
 class Weights(NamedTuple):
     """Weights (Sq, Sk) and LSE (Sq,) of one head, as measured and as expected. `scores`: scaled, without mask.
-    `parts`: their terms by 16 columns of D, (steps, Sq, Sk). M, N: rows and keys of a tile."""
+    `parts`: (steps, steps, Sq, Sk); [x, y] is the scaled product of the x-th 16 columns of Q and the y-th 16 columns of
+    K. `seen`: the visible elements. M, N: rows and keys of a tile."""
 
     got: Array
     expected: Array
@@ -115,7 +116,7 @@ def keys(first: int, last: int) -> str:
     return f"key {first}" if first == last else f"keys {first} to {last}"
 
 
-def hidden_keys_count(w: Weights) -> Cause | None:
+def hidden_keys_have_weight(w: Weights) -> Cause | None:
     """Keys that the mask hides have a weight."""
     read = ~w.seen & (w.got > _SMALLEST * w.got.max(axis=1, keepdims=True))
     some = read.any(axis=1)
@@ -135,7 +136,7 @@ def hidden_keys_count(w: Weights) -> Cause | None:
 
 
 def missing_keys(w: Weights) -> Cause | None:
-    """Visible keys with weight 0; the others have their weight, relative to l as it is or as it should be."""
+    """Visible keys with weight 0; the other weights are correct, relative to the correct l or to the kernel's own."""
     missing = w.compared & (w.got < 0.02 * w.expected)
     affected = np.asarray(missing.any(1))
     if not affected.any():
@@ -182,7 +183,7 @@ def _missing(missing: Array, affected: Array, w: Weights, where: str) -> Cause:
 
 
 def moved_keys(w: Weights) -> Cause | None:
-    """The weights of some keys multiply the values of others, or count several times: by groups of 16 keys."""
+    """The weights of some keys multiply the values of others, or some keys count several times; by groups of 16."""
     if not w.seen.all() or not np.isfinite(w.lse).all():
         return None
     groups = w.got.shape[1] // _GROUP
@@ -431,8 +432,8 @@ def wrong_scores(w: Weights) -> Cause | None:
     return Cause(f"{span} of Q and K count {abs(round(own[s], 1)):g} times in S = Q K^T", QK)
 
 
-def _stale(w: Weights) -> Cause | None:
-    """Weights are correct in one tile, wrong in more."""
+def _some_tiles(w: Weights) -> Cause | None:
+    """Weights are wrong in some key tiles, at most half of them, and LSE is correct."""
     tiles = -(-w.got.shape[1] // w.N)
     off = abs(w.got - w.expected) > 2 * _EXACT * w.expected.max(1, keepdims=True)
     by_tile = np.array([off[:, t * w.N : (t + 1) * w.N].any() for t in range(tiles)])
@@ -445,7 +446,7 @@ def _stale(w: Weights) -> Cause | None:
 
 
 def wrong_half(w: Weights) -> Cause | None:
-    """LSE correct and O wrong, or the reverse."""
+    """LSE is -inf although the row sees keys, or LSE is correct and O is wrong."""
     if lost := _lost_statistics(w):
         return lost
     if w.lse_correct:
@@ -500,7 +501,7 @@ ROWS = r"O\.row|query_row|row0|first_row|2 \* half|8 \* half"
 LSE = r"\bLSE\["
 
 CAUSES: tuple[Callable[[Weights], Cause | None], ...] = (
-    hidden_keys_count,
+    hidden_keys_have_weight,
     moved_keys,
     values_of_other_keys,
     rows_of_others,
@@ -509,7 +510,7 @@ CAUSES: tuple[Callable[[Weights], Cause | None], ...] = (
     wrong_scores,
     scores_of_other_keys,
     not_rescaled,
-    _stale,
+    _some_tiles,
     wrong_half,
 )
 

@@ -326,7 +326,7 @@ def _verify(
     """Verifies every case, up to the first that fails to run. `fast`: as for `check.verify`."""
     results: list[Result] = []
     report_stage("waiting for the GPU", COMPILE_SECONDS)
-    with _turn(job):
+    with _gpu_locked(job):
         for i, (case, tile) in enumerate(trials):
             report_stage(f"preparing {case.problem}", COMPILE_SECONDS)
             suite_of(kernel).reference(case)
@@ -340,12 +340,12 @@ def _verify(
 
 
 @contextmanager
-def _turn(job: Job) -> Iterator[None]:
+def _gpu_locked(job: Job) -> Iterator[None]:
     """Waits until no other worker uses the GPU. The lock of a process that has ended is free."""
-    if not job.turn:
+    if not job.gpu_lock:
         yield
         return
-    with job.turn.open() as file:
+    with job.gpu_lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

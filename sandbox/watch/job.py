@@ -16,8 +16,8 @@ from ..verify.suite import suite_of
 @dataclass(frozen=True)
 class Job:
     """What to examine. `problem` replaces the quick cases; `seconds`: time limit of one run. Tiles of the spec that are
-    not in `known` are new, and each is examined. Of the workers with the same `turn`, a file, one at a time uses the
-    GPU, so that one does not disturb the times of another."""
+    not in `known` are new, and each is examined. `gpu_lock`: a file; of the workers that share it, one at a time uses
+    the GPU, so that they do not disturb each other's times."""
 
     kernel: str
     device: Device
@@ -25,7 +25,7 @@ class Job:
     tile: Tile | None = None
     seconds: float = 10.0
     known: tuple[Tile, ...] | None = None  # None: all of them
-    turn: Path | None = None
+    gpu_lock: Path | None = None
 
 
 def quick_cases(kernel: Kernel, device: Device) -> list[Case]:

@@ -122,8 +122,8 @@ class _Examiners:
     """Two worker processes: one for first verdicts, one for complete results."""
 
     def __init__(self, job: Job, first: bool):
-        self._turn = NamedTemporaryFile(prefix="sandbox-watch-") if first and job.device != HOST else None  # noqa: SIM115
-        self._job = replace(job, turn=Path(self._turn.name)) if self._turn else job
+        self._gpu_lock = NamedTemporaryFile(prefix="sandbox-watch-") if first and job.device != HOST else None  # noqa: SIM115
+        self._job = replace(job, gpu_lock=Path(self._gpu_lock.name)) if self._gpu_lock else job
         self._threads = ThreadPoolExecutor(2, "watching")
         self._complete = self._worker(examine.examine)
         self._first = self._worker(examine.first_verdict) if first else None
@@ -168,8 +168,8 @@ class _Examiners:
         for worker in filter(None, (self._first, self._complete)):
             worker.close()
         self._threads.shutdown()
-        if self._turn:
-            self._turn.close()
+        if self._gpu_lock:
+            self._gpu_lock.close()
 
 
 def saves(folder: Path) -> Iterator[None]:

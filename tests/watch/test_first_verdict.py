@@ -96,7 +96,7 @@ def test_both_compile_at_the_same_time_on_a_gpu(watched: Callable[..., Iterator[
 
     def answer(job: Job) -> VersionResult:
         together.wait()
-        locks.add(job.turn)
+        locks.add(job.gpu_lock)
         return OK
 
     *_, last = watched(Workers(answer, answer), GPU)
