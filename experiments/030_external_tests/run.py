@@ -129,7 +129,7 @@ def chunks_of(args: argparse.Namespace, worker: Worker, done: set[str]) -> deque
     try:
         worker.connection.recv()
         worker.ready, chunks = True, worker.connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         raise SystemExit(f"the tests cannot be imported:\n{worker.log.read_text()[-3000:]}") from None
     left = ([test for test in chunk if identity(test) not in done] for chunk in chunks)
     return deque(chunk for chunk in left if chunk)
