@@ -70,7 +70,7 @@ def first_for(p: Problem) -> bool:
     """Where it is faster than fwd_decode and fwd_wgmma (experiments/020_decode): few queries, many keys, and enough
     heads for nearly every SM. With up to 16 packed rows only if the work tiles are balanced."""
     rows = p.Sq * p.group
-    if not (0 < 16 * p.Sq <= p.Sk and p.Sq <= 32 and rows <= 128):
+    if not (0 < 16 * p.Sq <= p.Sk and rows <= 64):
         return False
     if p.ragged or p.key_lengths or p.page_size or p.reads_elements:  # differ in length, or read memory
         return False

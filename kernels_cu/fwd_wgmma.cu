@@ -2,8 +2,7 @@
 //
 // A work tile is BLOCK_M query rows of one head. In the producer warpgroup, warp 0 loads K and V (with keys in pages
 // warp 3 loads V), warp 1 loads Q, and warp 2 runs the tile scheduler. Each consumer warpgroup computes 64 query rows.
-// BLOCK_M, BLOCK_N (keys of a tile) and STAGES are macros, which fwd_wgmma.py defines together with the size of shared
-// memory.
+// fwd_wgmma.py defines BLOCK_M, BLOCK_N (keys of a tile) and STAGES as macros, and the size of shared memory.
 //
 // clang-format off
 //   producer      K0  K1 V0  K2 V1  K3 V2 ...  next work tile ...    STAGES stages of K and of V, each with a full and
@@ -14,7 +13,8 @@
 //                 ping-pong: while one consumer uses the tensor cores, the others compute exponentials
 //
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | bias [STAGES] | O [BLOCK_M / 64] | mbarriers, lists
-//                  bias: only with BIAS_TILES; O: all or half of it, or in Q's buffer (epilogue.cuh)
+//                  bias: only with BIAS_TILES; O: all or half of it, or in Q's buffer (epilogue.cuh); MERGE_RANGES:
+//                  before O the sums of earlier keys, if they fit
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
@@ -25,20 +25,13 @@
 // A masked score is -INF, and its P is 0. With Head::HAS_MASK, if O of one of a warp's 16 rows is not finite,
 // non_finite.cuh recomputes all 16. In a ragged batch, rows of the next sequence are out of bounds (tma.cuh).
 //
-// Building blocks: fwd_tiles.cuh (arguments, shared memory), fwd_load.cuh (loads a tile of K or V), fwd_consumer.cuh
-// (waits, turns, drained tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh (order of key
-// tiles), score_mod.cuh, mask.cuh, softmax.cuh (deferred rescaling), epilogue.cuh. How it works, and where to change
-// it: docs/hopper-forward.md. Measurements: experiments/008_hopper, 014_scores, 016_ragged.
-#ifdef KEY_SPLITS
-// Here this source is another kernel, which sums over ranges of keys (docs/bits.md, key_range_consumer.cuh).
-#define fwd_wgmma fwd_wgmma_invariant
-#define fwd_wgmma_clear fwd_wgmma_invariant_clear
-#define fwd_wgmma_combine fwd_wgmma_invariant_combine
-#endif
+// Building blocks: fwd_tiles.cuh (arguments, shared memory), fwd_load.cuh, fwd_consumer.cuh (waits, turns, drained
+// tiles, scores), tile_scheduler.cuh (order of work tiles), n_block_range.cuh (order of key tiles), score_mod.cuh,
+// mask.cuh, softmax.cuh, epilogue.cuh. How it works, and where to change it: docs/hopper-forward.md.
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
 #include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
-#include "key_range_consumer.cuh"
+#include "key_range_consumer.cuh"  // how fwd_wgmma_invariant and fwd_wgmma_split, from the same source, differ
 
 // Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers;
 // with three the additional wait costs 0.5%. For one and four consumers no measurement is recorded. K's stage also
@@ -108,7 +101,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 // One consumer warpgroup and its 64 query rows of one work tile. fwd_consumer.cuh has what is not an MMA. j is the
 // index of a key tile in the work tile. Inherited members:
 //
-//   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile)
+//   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile, PACK_GQA: of the warp)
 //   ConsumerTiles (n_block_range.cuh)    head (its Head), warp, consumer, warp_row (first row of the warp's 16),
 //                                        own_tiles: how many key tiles it sees (with a block map: at most);
 //                                        first_own, last: their first and last j
@@ -258,9 +251,9 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
     }
 };
 
-// A consumer warpgroup: 64 query rows of each work tile of the block. The steps are called here, and the mainloop has
-// its own `if`, so that the compiler keeps barrier addresses and Philox's round keys (dropout) in uniform registers:
-// 5 fewer instructions per key tile.
+// A consumer warpgroup: 64 query rows of each work tile of the block. This function calls the steps, not a member
+// function of ConsumerWarpgroup, and the mainloop has its own `if`, so that the compiler keeps barrier addresses and
+// Philox's round keys (dropout) in uniform registers: 5 fewer instructions per key tile.
 __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane, const Arguments& args) {
     ConsumerState state(smem, lane, args.score);
     start_ping_pong(warp / 4 - 1);
@@ -321,7 +314,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #endif
 ) {
     extern __shared__ __align__(1024) char smem[];
-    // The sequences with few queries: the next kernel runs them on SMs that this one leaves idle (cu_seqlens.cuh).
+    // LONG_SEQUENCES: the next kernel computes the sequences with few queries, on SMs that this one leaves idle
+    // (cu_seqlens.cuh). SPLIT_KEYS: fwd_wgmma_combine starts, and waits for the results.
     if (LONG_SEQUENCES || SPLIT_KEYS) griddepcontrol_launch_dependents();
     const SmemAddr base = smem_address(smem);
     if (threadIdx.x == 0) init_barriers(base);

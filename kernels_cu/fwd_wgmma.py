@@ -32,7 +32,7 @@ def input_bytes(p: Problem, t: Tile) -> int:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Why a problem is not supported: requirements of wgmma, of tensor maps, and of the scale as a factor in exp2."""
+    """Why a problem is not supported: requirements of wgmma, of cp.async and of tensor maps."""
     return unsupported_by_wgmma(p, arch)
 
 
@@ -125,6 +125,9 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
+    if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # rows of one length: the tile that fills the waves of blocks
+        tiles = (128, 128), (192, 128 if width <= 64 else 80)
+        return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
     if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
         return 256, 64  # four consumers hide more of the prologue and epilogue of short rows
     if width <= 64:
@@ -210,13 +213,14 @@ def invariant_rank(p: Problem, t: Tile) -> float:
 
 
 def may_pack(p: Problem) -> bool:
-    """Whether the rows of a work tile may belong to several heads (work_tile.cuh): few queries, and no option that
-    depends on the head."""
+    """Whether the rows of a work tile may belong to several heads (work_tile.cuh): few queries, no option that depends
+    on the head, and Dv = D (others were not timed)."""
     return p.group > 1 and 0 < p.Sq <= 128 and p.options <= SAME_FOR_GROUP and p.Dv == p.D
 
 
 def work_tiles(p: Problem, t: Tile) -> int:
-    """Work tiles of all heads, without splits: of each head, or of each group of heads."""
+    """Number of work tiles, not multiplied by the splits. With PACK_GQA a group of heads shares its work tiles,
+    otherwise each head has its own."""
     tiles = packed_tiles(p, t) if packs(p, t) else p.group * p.query_tiles(t.BLOCK_M)
     return tiles * p.batches * p.Hk
 
@@ -237,8 +241,8 @@ def range_tiles(t: Tile) -> int:
 
 
 def ranges(p: Problem, t: Tile) -> int:
-    """Ranges of keys of the longest row; of a ragged batch an upper bound. One with a left window bound, a block map or
-    ALiBi: key tile j then does not begin at key j * BLOCK_N."""
+    """Ranges of keys of the longest row; of a ragged batch an upper bound. 1 with a left window bound, a block map or
+    ALiBi, with which key tile j does not begin at key j * BLOCK_N."""
     one = p.bounds[0] is not None or p.has_block_map or p.alibi
     return 1 if one else max(1, cdiv(p.rows[1], range_tiles(t) * t.BLOCK_N))
 
@@ -323,4 +327,133 @@ invariant_kernel = replace(
     ),
 )  # fmt: skip
 
-kernels = (kernel, invariant_kernel)
+
+# fwd_wgmma_split: for few work tiles. The constants are fitted to times on an H200 (experiments/031_few_tiles), with a
+# mean error of 8%.
+RATES = {64: 3.8, 128: 5.6, 256: 7.0}  # TFLOP/s of an SM, up to these head dimensions
+NARROW = {64: 0.96, 80: 0.92, 128: 1.0}  # by BLOCK_N: the rate, relative to BLOCK_N = 128, up to D = 128
+DECODE = {64: 0.85, 128: 0.6, 256: 0.8}  # time of fwd_decode for 32 rows, relative to reading their keys
+LAUNCH = 7.5  # µs of a launch without work
+LEAST_KEYS = 512  # of a split
+
+
+def at_width(values: dict[int, float], p: Problem) -> float:
+    """The value for the larger head dimension."""
+    return next(value for width, value in values.items() if max(p.D, p.Dv) <= width)
+
+
+def keys_of_row(p: Problem) -> int:
+    """Keys that a query sees, on average, about."""
+    keys = min(p.Sq, p.Sk) if p.causal == "top-left" else p.Sk
+    return max(1, keys - p.Sq // 2) if p.causal and p.Sq > 128 else keys
+
+
+def reading_us(p: Problem) -> float:
+    """Estimated time to read the keys and values, in µs: 3.8 TB/s."""
+    return 2 * p.batches * p.Hk * keys_of_row(p) * (p.D + p.Dv) / 3.8e6
+
+
+def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> float:
+    """Estimated time of fwd_wgmma_split in µs; with one split and not packed, also of fwd_wgmma. The time of the waves
+    of work tiles, but at least that of reading the keys, and that of merging the splits. Half of the rows that a work
+    tile lacks cost time."""
+    heads, rows = (p.Hk, 16 * p.group * cdiv(p.Sq, 16)) if packed else (p.H, p.Sq)
+    of_head, width = cdiv(rows, t.BLOCK_M), p.D + p.Dv
+    keys = t.BLOCK_N * cdiv(cdiv(keys_of_row(p), splits), t.BLOCK_N)
+    filled = 64 * cdiv(cdiv(rows, 64), max(of_head, 1))
+    rate = at_width(RATES, p) * (1.2 if t.BLOCK_M == 192 else 1.0)
+    rate *= NARROW.get(t.BLOCK_N, 0.75) if max(p.D, p.Dv) <= 128 else 1.0
+    work_tile = 1e-6 * (t.BLOCK_M + filled) * keys * width / rate + 1 + 3e-5 * t.BLOCK_N * width
+    waves = cdiv(p.batches * heads * of_head * splits, t.BLOCKS)
+    merging = 4.3 + 3e-6 * p.batches * p.H * p.Sq * splits * p.Dv if splits > 1 else 0.0
+    return LAUNCH + max(waves * work_tile, reading_us(p)) + merging
+
+
+def decode_us(p: Problem) -> float:
+    """Estimated time of fwd_decode in µs: it computes 32 rows of a group at a time."""
+    return 12 + max(1.0, at_width(DECODE, p) * cdiv(p.Sq * p.group, 32)) * reading_us(p)
+
+
+@lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
+def best_splits(p: Problem, t: Tile) -> int:
+    """Blocks that share the keys of a work tile: the number with the lowest estimate, at most two waves of blocks."""
+    most = min(keys_of_row(p) // LEAST_KEYS, 2 * t.BLOCKS // max(work_tiles(p, t), 1))
+    return min(range(1, max(1, most) + 1), key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
+
+
+def split_us(p: Problem, t: Tile) -> float:
+    """Sort key of tiles: the estimated time; tiles that were not timed with the options last."""
+    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (0 if was_timed(p, t) else 1e9)
+
+
+def supports_split(p: Problem, arch: Arch | None) -> str | None:
+    """Why a problem is not supported: as fwd_wgmma, and where splits begin."""
+    if p.bounds[0] is not None or p.has_block_map or p.alibi:
+        return "a left window bound, a block map or ALiBi is not supported: splits are ranges of ascending key tiles"
+    return supports(p, arch)
+
+
+def first_for_split(p: Problem) -> bool:
+    """Problems on which, by the estimates, it is faster than fwd_wgmma and fwd_decode: with too few work tiles for the
+    GPU, or few rows of each head of a group. Up to 32 rows of a group are left to fwd_decode, and causal rows that see
+    from few keys to all to fwd_wgmma, whose scheduler balances them."""
+    if p.ragged or max(p.D, p.Dv) > kernel.max_D or supports_split(p, None):
+        return False
+    if 0 in (p.B, p.H, p.Sq, p.Sk) or p.Sq * p.group <= 32:
+        return False
+    if p.causal and 2 * p.Sq > p.Sk and p.Sq > 128:
+        return False
+    tile = min(split_kernel.tiles, key=lambda t: split_us(p, t))
+    if not packs(p, tile) and best_splits(p, tile) == 1:
+        return False
+    BLOCK_M, BLOCK_N = best(p)
+    other = wgmma_us(p, Tile(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2, BLOCKS=HOPPER_SMS))
+    if 16 * p.Sq <= p.Sk:  # fwd_decode may be chosen
+        other = min(other, decode_us(p))
+    return split_us(p, tile) < 0.95 * other
+
+
+def split_macros(p: Problem, t: Tile) -> dict[str, int]:
+    """Which code the lengths need (key_splits.cuh, work_tile.cuh)."""
+    return {"SPLIT_KEYS": int(best_splits(p, t) > 1), "PACK_GQA": int(packs(p, t))}
+
+
+def split_partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """Floats of scratch memory, of which none is zeroed: O, m and l of every row and split."""
+    splits = best_splits(p, t)
+    return (p.batches * p.H * p.Sq * splits * (p.Dv + 2) if splits > 1 else 0), 0
+
+
+split_kernel = replace(
+    invariant_kernel,
+    name="fwd_wgmma_split",
+    preference=-1,
+    ragged=False,
+    invariant_tile=None,
+    summary="fwd_wgmma for few work tiles: packed GQA, split-KV",
+    invariant_to=("runs", "entries", "heads", "strides"),
+    tiles=tuple(
+        Tile(BLOCK_M=m, BLOCK_N=n, STAGES=2, BLOCKS=132)
+        for m, n in ((192, 128), (192, 80), (128, 128), (128, 80), (128, 64), (128, 48), (128, 32))
+    ),
+    rank=split_us,
+    macros={"KEY_SPLITS": 1},
+    macros_of=split_macros,
+    smem_bytes=smem_bytes,
+    grid=lambda p, t: (min(work_tiles(p, t) * best_splits(p, t), t.BLOCKS), 1, 1),
+    scratch={"partials": split_partials},
+    numbers={"splits": best_splits},
+    supports=supports_split,
+    first_for=first_for_split,
+    then=(
+        replace(invariant_kernel.then[0], name="fwd_wgmma_split_clear"),
+        replace(
+            invariant_kernel.then[1],
+            name="fwd_wgmma_split_combine",
+            grid=lambda p, t: (p.Sq if best_splits(p, t) > 1 else 0, p.H, p.batches),
+            numbers={"splits": best_splits},
+        ),
+    ),
+)
+
+kernels = (kernel, invariant_kernel, split_kernel)

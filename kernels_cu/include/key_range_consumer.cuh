@@ -1,7 +1,12 @@
-// How fwd_wgmma and fwd_wgmma_invariant differ. In fwd_wgmma_invariant, the warps of a work tile may have rows of
-// several heads (PACK_GQA), the sums of a row begin anew with each range of keys (key_splits.cuh), rows of V behind the
-// last key are cleared, and only rows that are not finite are recomputed. In fwd_wgmma, store_non_finite recomputes all
-// 16 rows of the warp, there is one range of keys, and the functions for several do nothing.
+// How the three kernels from fwd_wgmma.cu differ.
+//
+//   fwd_wgmma            one range of keys; the functions for several do nothing. store_non_finite recomputes all 16
+//   rows
+//                        of a warp.
+//   fwd_wgmma_split      The warps of a work tile may have rows of several heads (PACK_GQA), and blocks share its keys
+//                        (key_splits.cuh).
+//   fwd_wgmma_invariant  The same, but the sums of a row begin anew with each of some fixed ranges of keys, rows of V
+//                        behind the last key are cleared, and only rows that are not finite are recomputed.
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
@@ -16,7 +21,7 @@ __device__ __forceinline__ unsigned key_splits(const Arguments& args) {
 #endif
 }
 
-// fwd_wgmma_invariant: loads 16 rows of Q for each warp of one consumer, those of its head (PACK_GQA); used by one
+// KEY_SPLITS: loads 16 rows of Q for each warp of one consumer, those of its head (PACK_GQA); used by one
 // thread. Q_map has boxes of 16 rows.
 __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& args, const WorkTile& work_tile,
                                                const SeqlenInfo& sequence, int b, int consumer) {
@@ -54,9 +59,10 @@ struct KeyRangeConsumer : WorkTileConsumer {
         release_V(j);
     }
 
-    // Sets the rows of V behind the last valid key to 0. P is 0 there, but the memory may contain NaN, and
-    // 0 * NaN = NaN would make the fallback compute all rows, with other rounding. Every consumer does this for itself:
-    // they write equal values, without order, which `sanitize` reports as a race.
+    // Sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may contain NaN,
+    // and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (Of keys in pages TMA fills
+    // these rows with zeros, so that this is not needed.) Every consumer does this for itself: they write equal values,
+    // without order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - n0(j);
         if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || Head::HAS_BLOCK_MAP || first >= BLOCK_N) return;
@@ -89,8 +95,8 @@ struct KeyRangeConsumer : WorkTileConsumer {
     // Whether the rows have keys before the range of the last tile.
     __device__ __forceinline__ bool has_earlier_keys() const { return last >= RANGE_TILES; }
 
-    // MERGE_RANGES: m and l become those of all keys; l that of the row, in lane q = 0. Returns the factors for
-    // merge_O.
+    // MERGE_RANGES: m and l become those of all keys; l becomes that of the row in lane q = 0 and 0 in the other lanes,
+    // since finalize_rows adds up the four. Returns the factors for merge_O.
     __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState& softmax) const {
         if (!MERGE_RANGES) return {};
         sum_l(softmax);

@@ -1,12 +1,26 @@
-// Sums of a row over fixed ranges of keys (fwd_wgmma_invariant): every RANGE_TILES key tiles O, m and l begin anew, and
-// are merged with those of the earlier keys. The ranges of a row may therefore also be computed by different blocks
-// (split-KV), and be merged afterwards, with equal bits. Merging with the sums of no keys changes no bit, so a row of
-// one range is not merged. The macros follow from the problem:
+// Sums of a row over ranges of keys, which are merged.
+//
+// fwd_wgmma_split: split-KV. Blocks share the key tiles that a work tile sees, in equal parts, as many as fill the GPU.
+// fwd_wgmma_invariant: fixed ranges. Every RANGE_TILES key tiles O, m and l begin anew, and are merged with those of
+// the earlier keys; if the ranges of a row are computed by different blocks and merged afterwards, the bits are equal.
+// Merging with the sums of no keys changes no bit except the sign of a zero, which `normalized` (epilogue.cuh) removes,
+// so a row of one range is not merged.
+//
+// The macros follow from the problem:
 //
 //   MERGE_RANGES  a row may have several ranges, which its block computes and merges
-//   SPLIT_KEYS    a work tile has one range of its rows, and fwd_wgmma_combine merges them
+//   SPLIT_KEYS    a work tile has one range of keys, and fwd_wgmma_combine merges the ranges of a row
 //   neither       no row has more than one range
 #pragma once
+#if KEY_SPLITS && INVARIANT
+#define fwd_wgmma fwd_wgmma_invariant
+#define fwd_wgmma_clear fwd_wgmma_invariant_clear
+#define fwd_wgmma_combine fwd_wgmma_invariant_combine
+#elif KEY_SPLITS
+#define fwd_wgmma fwd_wgmma_split
+#define fwd_wgmma_clear fwd_wgmma_split_clear
+#define fwd_wgmma_combine fwd_wgmma_split_combine
+#endif
 #include "epilogue.cuh"
 #include "n_block_range.cuh"
 
@@ -28,8 +42,7 @@ __device__ __forceinline__ float merged(float earlier, float later, float2 facto
 template <class State, int THREADS, bool IN_SMEM>
 struct EarlierKeys {
     static constexpr int VECTORS = State::O_REGISTERS / 4, BLOCK_VECTORS = VECTORS * THREADS + THREADS / 4;
-    // Loads in flight, of 16 bytes: after the last range, and before, when the registers of S and P are free. More
-    // would spill.
+    // Loads of 16 bytes in flight: LAST_LOADS after the last range, LOADS after an earlier one. More would spill.
     static constexpr int LAST_LOADS = IN_SMEM ? 2 : 4, LOADS = IN_SMEM ? 2 : State::O_REGISTERS > 64 ? 12 : 8;
     float4 *const slot, *const stats;
     // block: the memory of the block. thread: index of the consumer thread.

@@ -48,7 +48,7 @@ struct KeyTile {
     bool mask_allows_all;
 };
 
-struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a head, and the key tiles they see
+struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1, without PACK_GQA), and their key tiles
     Range n_blocks;
     int tiles;  // how many; with a block map, at most
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
@@ -57,15 +57,19 @@ struct WorkTileRange : WorkTile {  // query rows row0 .. row0 + BLOCK_M - 1 of a
         if (SPLIT_KEYS) n_blocks = of_split(n_blocks);
         tiles = n_blocks.end - n_blocks.begin;
     }
-    // SPLIT_KEYS: those of the key tiles that are in the work tile's range of keys.
+    // SPLIT_KEYS: of all key tiles that the rows see, those of the work tile. INVARIANT: of a fixed range of keys.
     __device__ __forceinline__ Range of_split(Range all) const {
         if (!SPLIT_KEYS) return all;
-        const int begin = max(all.begin, split * RANGE_TILES);
-        return {begin, max(begin, min(all.end, (split + 1) * RANGE_TILES))};
+        if (INVARIANT) return intersection({split * RANGE_TILES, (split + 1) * RANGE_TILES}, all);
+        const int count = (all.end - all.begin) / splits, more = (all.end - all.begin) % splits;  // the first `more`
+        const int begin = all.begin + split * count + min(split, more);                           // have one more
+        return {begin, begin + count + (split < more)};
     }
-    // The key tiles that rows row .. row + 63 see; PACK_GQA: that all rows see.
+    // The key tiles of the work tile that rows row .. row + 63 see; PACK_GQA: that any row of the head sees.
     __device__ __forceinline__ Range of_warpgroup(const Head& head, int row) const {
-        return PACK_GQA ? n_blocks : of_split(n_block_range(head, row, row + WARPGROUP_ROWS));
+        if (PACK_GQA) return n_blocks;
+        const Range own = n_block_range(head, row, row + WARPGROUP_ROWS);
+        return SPLIT_KEYS ? intersection(own, n_blocks) : own;
     }
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int n0(int j) const {

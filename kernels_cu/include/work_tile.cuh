@@ -6,11 +6,11 @@
 constexpr int WARPGROUP_ROWS = 64;  // query rows of a consumer warpgroup: M of wgmma
 constexpr int WARP_ROWS = 16;       // of these, a warp has 16
 
-// A work tile: query rows (KeyTileOrder: key rows) from row0 on of head h() of batch entry b; invalid if b < 0.
-// batch_head: the index of the head in LSE, over all batch entries; in a ragged batch, whose tensors have one batch
-// entry, it is the head.
+// A work tile: query rows (in the backward with KeyTileOrder of longest_first.cuh: key rows) from row0 on of head h()
+// of batch entry b; invalid if b < 0. batch_head: the index of the head in LSE, over all batch entries; in a ragged
+// batch, whose tensors have one batch entry, it is the head.
 //
-// SPLIT_KEYS: only the keys of range `split` (key_splits.cuh).
+// SPLIT_KEYS: only the keys of range `split` of `splits` (key_splits.cuh).
 // PACK_GQA (packed GQA): all query heads of a group, which share their keys. The rows of each head fill slots of 16,
 // one for each warp of the consumers; row0 counts the rows of all slots before the work tile, and h() is the group's
 // first head. With few queries a group then has fewer work tiles.
@@ -18,7 +18,7 @@ constexpr int WARP_ROWS = 16;       // of these, a warp has 16
 struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
     int b, row0, batch_head;
     SequenceExtent extent;
-    static constexpr int split = 0, group = 1;
+    static constexpr int split = 0, splits = 1, group = 1;
     __device__ __forceinline__ bool invalid() const { return b < 0; }
     __device__ __forceinline__ int h() const { return batch_head; }
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return {score, b, extent}; }
@@ -27,9 +27,9 @@ struct WorkTile {  // extent: offsets and lengths of its sequence, so that consu
 struct WorkTile {  // batch_head: b * H + head_in_batch
     int b = -1, row0 = 0, batch_head = 0, head_in_batch = 0;
 #if KEY_SPLITS
-    int split = 0, group = 1;
+    int split = 0, splits = 1, group = 1;
 #else
-    static constexpr int split = 0, group = 1;
+    static constexpr int split = 0, splits = 1, group = 1;
 #endif
     WorkTile() = default;
     __device__ __forceinline__ WorkTile(unsigned row0, unsigned batch_head, unsigned H)
@@ -43,8 +43,8 @@ struct WorkTile {  // batch_head: b * H + head_in_batch
 __device__ __forceinline__ unsigned slots_of_head(unsigned Sq) { return (Sq + WARP_ROWS - 1) / WARP_ROWS; }
 
 #if PACK_GQA
-// The rows of one warp of the consumers: a WorkTile with its head and, as row0, its first row; from Sq on if it has
-// none.
+// The rows of one warp of the consumers: a WorkTile with its head and, as row0, its first row. If it has no rows,
+// row0 >= Sq.
 __device__ __forceinline__ WorkTile rows_of_warp(WorkTile work_tile, unsigned warp, const Score& score) {
     const int slots = slots_of_head(score.Sq), slot = work_tile.row0 / WARP_ROWS + warp, in_group = slot / slots;
     work_tile.row0 = in_group < work_tile.group ? (slot - in_group * slots) * WARP_ROWS : slots * WARP_ROWS;
@@ -64,6 +64,11 @@ __device__ __forceinline__ WorkTile uniform(WorkTile work_tile) {
 #pragma unroll
     for (unsigned i = 0; i < sizeof(WorkTile) / 4; ++i) words[i] = uniform(words[i]);
     return work_tile;
+}
+
+__device__ __forceinline__ Range intersection(Range a, Range b) {
+    const int begin = max(a.begin, b.begin);
+    return {begin, max(begin, min(a.end, b.end))};
 }
 
 // The range of key tiles (n_blocks) that rows m0 .. m1 - 1 see.
