@@ -117,7 +117,9 @@ def best(p: Problem) -> tuple[int, int]:
     short = p.Sq < (4096 if p.causal else 2048)
     if p.has_block_map:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
-    if p.ragged and (not simple or (p.page_size and width > 64)):  # 192 rows with pages spill 24 bytes at D = 128
+    if p.page_size and width > 64:  # a box of keys is in one page: powers of two (experiments/028_serving)
+        return (128, 64) if width > 128 else (192, 64) if simple and p.Sq >= 1152 else (128, 128)
+    if p.ragged and not simple:
         return 128, 64 if width > 128 else 128
     if p.Dv <= 128 < p.D <= 192 and most_keys(p) >= 128 and not p.bias_tiles:
         return 128, 128  # experiment 024
