@@ -3,12 +3,16 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 READY := .venv/ready
+MINIMAL := .venv/minimal
 CUDA_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' ':!experiments')
 MUTATION := .venv/mutation
 PARALLEL := -n auto --maxprocesses 8
 
 # Tests start commands: each would compile all of sandbox/ again.
 unexport PYTHONDONTWRITEBYTECODE
+
+# Two set-ups at a time would use the same .venv.
+.NOTPARALLEL:
 
 .PHONY: help setup run quick test test-all coverage mutants lint format clean
 
@@ -17,7 +21,7 @@ help: ## list the targets
 
 setup: $(READY) ## create or update .venv; options: PYTHON=python3.12 SANDBOX_CUDA=12|13|none
 
-run: $(READY) ## compile, launch and verify every kernel: ARGS="fwd_minimal --shape 1,12,512,64"
+run: $(MINIMAL) ## compile, launch and verify every kernel: ARGS="fwd_minimal --shape 1,12,512,64"
 	$(VENV) -m sandbox run $(ARGS)
 
 quick: lint ## lint, unit tests, and one small problem for each kernel
@@ -55,6 +59,10 @@ clean: ## remove .venv and the tools' caches
 # The script writes this file last, so an interrupted setup does not create it.
 $(READY): pyproject.toml scripts/setup.py
 	$(PYTHON) scripts/setup.py
+
+# In a fresh clone only what `run` needs.
+$(MINIMAL): pyproject.toml scripts/setup.py
+	$(PYTHON) scripts/setup.py minimal
 
 # Only for these targets: large, or slow to import.
 $(MUTATION): $(READY)
