@@ -16,8 +16,6 @@ from typing import Any
 
 # Set before NumPy is imported: with more BLAS threads than free cores, small products are a hundred times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Half the compile time of -O2, and launches that take a quarter longer: most tests compile for one small problem.
-os.environ.setdefault("SANDBOX_CPU_FLAGS", "-Og")
 os.environ.pop("SANDBOX_KERNELS", None)  # the kernels under test are those of the project
 
 import numpy as np
@@ -39,11 +37,10 @@ GOLD = "-fuse-ld=gold"
 
 def pytest_configure() -> None:
     """Links with GNU gold, in half the time, where it finds the compiler's libraries. Workers inherit the variable."""
-    flags = os.environ["SANDBOX_CPU_FLAGS"]
-    if flags == "-Og" and shutil.which("ld.gold"):
+    if "SANDBOX_CPU_FLAGS" not in os.environ and shutil.which("ld.gold"):
         link = [*compiler.find().command, "-shared", GOLD, "-x", "c++", os.devnull, "-o", os.devnull]
         if subprocess.run(link, capture_output=True, check=False).returncode == 0:
-            os.environ["SANDBOX_CPU_FLAGS"] = f"{flags} {GOLD}"
+            os.environ["SANDBOX_CPU_FLAGS"] = GOLD
 
 
 @pytest.fixture(scope="session", autouse=True)

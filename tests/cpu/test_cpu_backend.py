@@ -1090,7 +1090,7 @@ def test_options_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """$SANDBOX_CPU_FLAGS comes after the own options, which it overrides, and before those of a sanitizer."""
     monkeypatch.setenv("SANDBOX_CPU_FLAGS", "-O0 '-DTEXT=a b'")
     options = build._kernel_options(compiler.find(), Path("k.cu"), {"N": 3})
-    assert options.index("-O2") < options.index("-O0") < options.index("-DTEXT=a b") < options.index("-DN=3")
+    assert options.index("-Og") < options.index("-O0") < options.index("-DTEXT=a b") < options.index("-DN=3")
 
 
 def test_a_library_is_linked_with_the_current_runtime(
