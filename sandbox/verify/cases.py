@@ -43,9 +43,10 @@ class Case:
 
 
 def named_cases(small: bool) -> list[Case]:
-    """Realistic problems in fp32, fp16 and bf16. `small`: with fewer heads, for the CPU backend."""
+    """Realistic problems in fp32, fp16 and bf16. `small`: fewer heads and half the context, for the CPU backend."""
     heads = (lambda H: max(1, H // 6)) if small else (lambda H: H)
-    gpt2 = Problem(1, heads(12), 1024, 1024, 64, dtype="float16")  # GPT-2 small, one sequence of its full context
+    S = 512 if small else 1024
+    gpt2 = Problem(1, heads(12), S, S, 64, dtype="float16")  # GPT-2 small, one sequence of its full context
     causal = dataclasses.replace(gpt2, causal="bottom-right")
     cross = Problem(2, heads(8), 1000, 77, 40)  # cross-attention: image positions attend to 77 text tokens
     grouped = Problem(2, heads(12), 512, 512, 128, Hk=heads(12) // 2, dtype="bfloat16", causal="bottom-right")
