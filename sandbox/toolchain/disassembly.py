@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from ..core.errors import ToolchainMissing
@@ -176,7 +177,11 @@ def parse_sass(text: str) -> Iterator[Instruction]:
 
 
 def _nvdisasm(cubin: bytes, *options: str) -> str:
-    program = tools.need("nvdisasm")
+    return _listing(tools.need("nvdisasm"), cubin, options)
+
+
+@lru_cache(maxsize=16)  # reports read the same machine code several times
+def _listing(program: str, cubin: bytes, options: tuple[str, ...]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
