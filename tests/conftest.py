@@ -235,9 +235,10 @@ def raw_view(array: np.ndarray) -> dlpack.ArrayView:
 
 @pytest.fixture
 def project_copy(tmp_path: Path) -> Path:
-    """A copy of the project's packages and tests, to which a test may add files."""
+    """A copy of the project's packages and tests, to which a test may add files; with their bytecode, so that commands
+    do not compile the copy again."""
     copy = tmp_path / "project"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignore = shutil.ignore_patterns("*.egg-info")
     for name in ("sandbox", "kernels_cu", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", copy)

@@ -40,7 +40,6 @@ class _WithoutTypes(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-TREES_WITHOUT_TYPES = {name: _WithoutTypes().visit(ast.parse(file.read_text())) for name, file in MODULES.items()}
 FOLDERS = sorted({name.partition(".")[0] for name in MODULES if "." in name})
 
 
@@ -128,7 +127,8 @@ def test_a_folder_has_a_docstring_and_exports_what_others_use(folder: str) -> No
 
 def test_modules_do_not_import_each_other_in_a_cycle() -> None:
     """Wherever the import statement stands, except for type checkers."""
-    found = {name: siblings(name, TREES_WITHOUT_TYPES) & {*MODULES} - {name} for name in MODULES}
+    trees = {name: _WithoutTypes().visit(ast.parse(file.read_text())) for name, file in MODULES.items()}
+    found = {name: siblings(name, trees) & {*MODULES} - {name} for name in MODULES}
     order = TopologicalSorter(found)
     order.prepare()  # raises CycleError, which names the cycle
 

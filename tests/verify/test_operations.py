@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from operation_kernels import NAMES, kernels_in
 from project import ROOT
 
+from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import SpecError
 from sandbox.core.kernel import BoxRows
@@ -205,13 +207,13 @@ def test_watch_examines_a_kernel_outside_of_the_project(folder: Path, tmp_path: 
     assert f"{tmp_path / 'other.cu'} does not exist: a kernel is a .cu with its spec, a .py, beside it" in done.stderr
 
 
-def test_commands(folder: Path, tmp_path: Path) -> None:
+def test_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """run, compile, list and their messages."""
-    listed = json.loads(command("list", "--json", cwd=tmp_path).stdout)
+    monkeypatch.chdir(tmp_path)
+    call = CliRunner().invoke
+    listed = json.loads(call(cli, ["list", "--json"]).stdout)
     assert {row["name"]: row["computes"] for row in listed}.items() >= {(name, name) for name in NAMES}
-    done = command(
-        "run", "stencil", "--shape", "70,3", "--dtype", "float32", "--backend", "cpu", "--json", cwd=tmp_path
-    )
+    done = call(cli, ["run", "stencil", "--shape", "70,3", "--dtype", "float32", "--backend", "cpu", "--json"])
     (row,) = json.loads(done.stdout)
     problem = {"operation": "stencil", "sizes": {"N": 70, "K": 3}, "dtype": "float32"}
     assert (row["ok"], row["problem"]) == (True, problem)
@@ -222,9 +224,9 @@ def test_commands(folder: Path, tmp_path: Path) -> None:
         (("run", "stencil", "--shape", "70,3", "--dtype", "bfloat16"), "not one of"),
         (("tune", "stencil", "--grid", "gpt2"), "--grid has problems of attention: stencil computes another operation"),
     ):
-        done = command(*arguments, "--backend", "cpu", cwd=tmp_path)
-        assert (done.returncode, message in done.stderr) == (2, True) or "bfloat16" in arguments, done
-    done = command("compile", "rms_norm_backward", "--json", cwd=tmp_path)
+        done = call(cli, [*arguments, "--backend", "cpu"])
+        assert (done.exit_code, message in done.stderr) == (2, True) or "bfloat16" in arguments, done
+    done = call(cli, ["compile", "rms_norm_backward", "--json"])
     assert [row["kernel"] for row in json.loads(done.stdout)][:2] == ["rms_norm_backward", "rms_norm_backward_sum"]
     done = command("list", cwd=tmp_path, SANDBOX_KERNELS=str(tmp_path / "nothing"))
     assert (done.returncode, "is not a folder: create it, or unset the variable" in done.stderr) == (2, True)
