@@ -126,6 +126,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selected = [item for item in items if not (why_no_gpu() and item.get_closest_marker("gpu"))]
     if custom := {name for name, kernel in registry.kernels().items() if kernel.custom}:
         selected = [item for item in selected if not has_kernel(item, custom)]
+    if SAMPLE != "all" and not named and not any("::" in argument for argument in config.args):
+        selected = [item for item in selected if not item.get_closest_marker("complete")]
     if not named and SAMPLE != "all":
         selected = sampled(selected)
     kept = {*selected}

@@ -16,6 +16,7 @@ CHECKED = ("004_mma_ladder", "007_bank_conflicts", "023_hopper_ladder", "027_bac
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.sampled(3)
 def test_a_script_starts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("torch")

@@ -273,7 +273,7 @@ BACKWARD_OPTIONS: dict[str, dict[str, Any]] = {  # of two batch entries with fou
 
 
 @pytest.mark.parametrize("name", BACKWARD_OPTIONS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_backward(name: str) -> None:
     """dQ, dK and dV of a batch entry do not depend on the other entries. Dropout depends on the entry's index."""
     options = BACKWARD_OPTIONS[name]

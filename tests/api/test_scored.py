@@ -129,7 +129,7 @@ def gradients(call: Any, device: Device, name: str, Dv: int = D) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_gradients_of_everything(name: str, device: Device) -> None:
     found, wanted = gradients(sandbox.attention, device, name)
     assert found.keys() == wanted.keys()

@@ -240,6 +240,7 @@ def test_the_compiler_comes_first(call, monkeypatch: pytest.MonkeyPatch) -> None
     ["BLOCK_M=32,BLOCK_N=16", {"BLOCK_M": 32, "BLOCK_N": 16}, sandbox.Tile(BLOCK_M=32, BLOCK_N=16)],
     ids=["text", "mapping", "Tile"],
 )
+@pytest.mark.sampled(2)
 def test_the_compiler_carries_a_tile(tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it is written, and another one when it changes."""
     seen = []

@@ -562,6 +562,7 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.sampled(2)
 def test_an_unsupported_problem(options: tuple[str, ...], message: str) -> None:
     result = call("run", "fwd_minimal", "--backend", "cpu", *options)
     assert result.exit_code == 2
@@ -792,7 +793,7 @@ def test_importing_the_package_keeps_the_sigint_handler() -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_closed_standard_streams(closed: str) -> None:
     run = "run fwd_minimal --shape 1,1,17,16 --backend cpu"
     for command, status in ((run, 0), ("run nothing", 2)):
@@ -812,7 +813,7 @@ def test_a_full_disk() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("doctor",), ("cache", "ls"), ("--help",)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_closed_pipe(arguments: tuple[str, ...]) -> None:
     """As with `| head -1`."""
     read, write = os.pipe()

@@ -91,6 +91,7 @@ def test_a_correction_is_checked(corrected: bool, status: int, tmp_path: Path, m
     assert ("last, partial one" in done.output) != corrected
 
 
+@pytest.mark.complete
 def test_watch_finds_a_sample(monkeypatch) -> None:
     """Found, and with the cause if the stored row has it. The sample depends on SANDBOX_SEED."""
     print("faults", FOUND)

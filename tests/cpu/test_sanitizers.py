@@ -70,6 +70,7 @@ TOOLS = [pytest.param(tool, marks=pytest.mark.sampled(3 if tool == "address" els
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.sampled(4)
 def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
     """A ragged causal problem of several blocks, and one of whole tiles. "address" tests the first, "thread" both,
     the other tools a random one of the two."""
@@ -231,7 +232,7 @@ FENCES = [("bwd_wgmma", *fence) for fence in fences("bwd_wgmma")] + [
 
 
 @pytest.mark.parametrize(("name", "file", "number"), FENCES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_each_proxy_fence_is_needed(name: str, file: str, number: int, tmp_path: Path) -> None:
     """Without it a read by TMA or wgmma is reported, for head widths of 64, 256, or 192 and 128."""
 
@@ -283,7 +284,7 @@ INVALID_INDICES: list[tuple[str, Problem, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "problem", "invalid"), INVALID_INDICES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 def test_indices_outside_of_the_tensors_are_clamped(
     name: str, problem: Problem, invalid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,6 +647,7 @@ def test_nothing_is_found(name: str, sanitizer: Sanitizer, tmp_path: Path) -> No
     assert report.clean, report.text
 
 
+@pytest.mark.complete
 def test_many_blocks_of_1024_threads(tmp_path: Path) -> None:
     """More threads than ThreadSanitizer supports if all blocks ran concurrently."""
     text = 'extern "C" __global__ void k(float* out) { __syncthreads(); if (threadIdx.x == 0) out[blockIdx.x] = 1.0f; }'

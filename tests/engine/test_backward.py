@@ -86,7 +86,7 @@ def test_cupy() -> None:
 @pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
 @pytest.mark.parametrize(("Sq", "Sk"), [(7, 12), (12, 7), (1, 1), (1, 9), (0, 4), (4, 0)])
 @pytest.mark.parametrize("kernel", BACKWARD, ids=by_name)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_lengths_and_alignments(kernel: Kernel, Sq: int, Sk: int, causal, device: Device) -> None:
     """Sq < Sk, Sq > Sk, and 0. A row without keys, and a key without rows, have gradient 0, not NaN."""
     dtype = np.dtype(kernel.dtypes[0])

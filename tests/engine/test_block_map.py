@@ -101,7 +101,7 @@ def test_kernels_walk_by_it(name: str, score: Score, device: Device) -> None:
 
 @pytest.mark.parametrize("sees_more", [0, 1])
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_each_head_of_a_group_has_bits_of_its_own(name: str, sees_more: int, device: Device) -> None:
     """One head of a group sees all that the other does not: whole tiles, and the rest of tiles seen in part."""
     kernel = registry.get(name)
@@ -269,7 +269,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("planned", [False, True], ids=["first", "after the right one"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_map_of_another_problem_is_refused(name: str, planned: bool) -> None:
     """Even if the shape of the map, rounded up to tiles, fits. Also if a plan with a map of that shape exists, through
     PyTorch's operators, and from a pickle."""

@@ -57,7 +57,7 @@ def test_each_element_is_kept_or_not_as_the_definition_says(kernel: Kernel, devi
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_dropout_by_the_reference(kernel: Kernel, device: Device) -> None:
     """Partial tiles, groups, and tiles at any offset in the 16 x 16 blocks of random numbers, causal and with a
     window."""
@@ -74,7 +74,7 @@ def test_dropout_by_the_reference(kernel: Kernel, device: Device) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(kernel: Kernel, device: Device) -> None:
     problem = Problem(1, 2, 65, 77, width(kernel), dtype=kernel.dtypes[-1], dropout=0.3)
     given = inputs_of(kernel.computes, Case("seeds", problem))

@@ -54,7 +54,7 @@ def variants(kernel: Kernel, arch_name: str) -> list[tuple[Problem, Tile]]:
 
 @pytest.mark.parametrize("arch_name", ARCHS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(80)
 def test_every_tile_compiles_without_spills(kernel: Kernel, arch_name: str) -> None:
     """No tile that selection chooses spills registers on any architecture. Needs no GPU."""
     chosen = variants(kernel, arch_name)
@@ -92,7 +92,7 @@ def test_no_default_tile_of_plain_problems_spills(kernel: Kernel, arch_name: str
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 @pytest.mark.parametrize("dtype", list(ITEMSIZE))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_sweep(kernel: Kernel, dtype: str, device: Device) -> None:
     """All cases of `check` on a GPU, a sample on the CPU backend: lengths, masks, groups, layouts, isolating inputs,
     options, ragged batches."""
@@ -146,7 +146,7 @@ def copies_rows(kernel: Kernel, case: Case) -> bool:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_every_tile_is_right(kernel: Kernel, device: Device) -> None:
     """All tiles of the spec, not only the best."""
     for tile in kernel.tiles:
@@ -235,6 +235,7 @@ def test_float8_sums_are_split(Sk: int, window: tuple[int, int] | None, device: 
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.deterministic], ids=by_name)
+@pytest.mark.sampled(3)
 def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
     """A race may appear once in hundreds of runs. The CPU backend has a fixed order and needs few."""
     problem = Problem(1, 2, 203, 131, 64, Hk=1, dtype=dtype_of(kernel), causal="bottom-right")
@@ -252,7 +253,7 @@ def test_repeats_are_bit_equal(kernel: Kernel, device: Device) -> None:
 @pytest.mark.parametrize(
     ("name", "D"), [("fwd_wgmma", 64), ("fwd_wgmma", 200), ("fwd_wgmma", 256), ("fwd_wgmma_fp8", 64)]
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_few_blocks_do_all_the_work(name: str, D: int, causal: Causal, device: Device) -> None:
     """The number of persistent blocks, and with it the assignment of work tiles and the head groups, changes no bit.
 

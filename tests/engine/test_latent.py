@@ -56,7 +56,7 @@ def right(problem: Problem, device: Device, inputs: str = "normal", tile: Tile |
         ("normal", {**CAUSAL, "Sk": 3}),  # the first rows see no key
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_results(inputs: str, fields: dict[str, Any], device: Device) -> None:
     right(dataclasses.replace(ABSORBED, **fields), device, inputs)
 

@@ -65,6 +65,7 @@ def with_forward(p: Problem, given: dict[str, Array]) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.sampled(2)
 def test_equal_inputs(kernel: Kernel, device: Device) -> None:
     """All scores of a row are equal, up to 1e12 and, of float32, 1e31: O is V, and LSE the score."""
     for dtype in tried(kernel, device):
@@ -78,6 +79,7 @@ def test_equal_inputs(kernel: Kernel, device: Device) -> None:
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
+@pytest.mark.sampled(3)
 def test_equal_inputs_with_a_large_softcap(kernel: Kernel, device: Device) -> None:
     """A softcap bounds scores, but one of 1e6 and more permits scores of any magnitude."""
     (dtype,) = random.Random(f"{SEED} {kernel.name} softcap").sample(kernel.dtypes, 1)
@@ -97,7 +99,7 @@ def _shapes(p: Problem) -> tuple[tuple[str, int, int], ...]:
 
 @pytest.mark.parametrize("place", [0, 130, 299], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("kernel", FORWARD, ids=by_name)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_one_large_score(kernel: Kernel, place: int, device: Device) -> None:
     """One key outweighs all others, in the first tile of a row's walk or in a later one: the maximum moves from 0 to
     1e12."""

@@ -156,7 +156,7 @@ def test_float8(of: str, device: Device) -> None:
 @pytest.mark.parametrize("name", ["fwd_decode", "fwd_mma"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_float8_pages(name: str, page_size: int, ragged: bool, device: Device) -> None:
     """float8 pages with 16-bit queries: tiles in one page and in several, one query and many, descale per head; D is
     not a multiple of an MMA step, and V has other columns."""
@@ -215,7 +215,7 @@ def mixed(draw: random.Random, **fields: Any) -> Problem:
         ("fwd_mma_fp8", {"dtype": "float8_e4m3", "page_size": 32, "descale": (1.0, 0.5, 2.0)}),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_long_and_short_sequences(name: str, fields: dict[str, Any], device: Device) -> None:
     """Sampled batches have the results of their sequences alone. Two kernels share the rows: outputs are NaN before the
     launch, and partial results of split keys are used by some batches."""

@@ -96,7 +96,7 @@ def test_a_third_consumer_changes_no_bit(device: Device) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Device) -> None:
     """Tiles contain rows of neighbouring sequences: these must not be multiplied, even by 0, nor change a maximum."""
     lengths = ((33, 40), (70, 50), (1, 1), (20, 90))
@@ -121,7 +121,7 @@ def test_nan_and_huge_numbers_stay_in_their_sequence(kernel: Kernel, device: Dev
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_sweep_of_ragged_batches(kernel: Kernel, device: Device) -> None:
     """On the CPU backend one of them; `check` runs all."""
     cases = [case for case in ragged_cases(kernel) if not kernel.why_unsupported(case.problem)]

@@ -96,7 +96,7 @@ def test_options_of_float8_keys(kernel: Kernel, more, device: Device) -> None:
 
 @pytest.mark.parametrize("target", sweep.ARCHS[:-1])
 @pytest.mark.parametrize("kernel", list(registry.kernels().values()), ids=by_name)
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(50)
 def test_no_option_spills(kernel: Kernel, target: str) -> None:
     """Two sampled cases: the tile that selection chooses does not spill unless its table says so."""
     draw, capability = random.Random(f"{SEED} {kernel.name} {target}"), arch.parse(target)
@@ -132,7 +132,7 @@ def test_the_hopper_backward_takes_a_narrow_v(device: Device) -> None:
 
 @pytest.mark.parametrize(("D", "Dv"), [(128, 128), (256, 256), (192, 128)])
 @pytest.mark.parametrize("names", ["softcap + left window", "alibi + mask", "score + dropout"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_options_of_wide_heads(names: str, D: int, Dv: int, device: Device) -> None:
     """In the Hopper backward, whose consumers divide a tile differently for each head dimension."""
     kernel = registry.kernels()["bwd_wgmma"]
@@ -192,6 +192,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.sampled(3)
 def test_warpgroups_of_a_window_begin_together(name: str, device: Device) -> None:
     """If the pipeline has spare stages. The CPU backend runs the first two cases and a sampled one."""
     kernel, (problem, tile) = registry.get("fwd_wgmma"), WINDOWS[name]
@@ -222,7 +223,7 @@ def test_the_gradient_of_a_bias_sums_what_it_was_broadcast_to(shape: tuple[int, 
 
 @pytest.mark.parametrize("name", ["mask", "key_lengths"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_nan_in_hidden_keys_reaches_no_result(kernel: Kernel, name: str, device: Device) -> None:
     """Also in the non-finite fallback."""
     problem = with_options((name,), kernel.adapted(Problem(1, 2, 40, 70, 64, Hk=1, dtype=kernel.dtypes[0])))

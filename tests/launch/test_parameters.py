@@ -50,7 +50,7 @@ def problem_of(kernel: Kernel) -> Problem:
 
 @pytest.mark.parametrize("find", [found_on_the_cpu, found_in_ptx])
 @pytest.mark.parametrize("name", registry.kernels())
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_shipped_kernels_agree_with_their_specs(name: str, find) -> None:
     kernel = registry.get(name)
     for entry, found in zip(kernel.entries, find(kernel), strict=True):
@@ -161,6 +161,7 @@ def test_a_block_beyond_the_launch_bounds_is_rejected(bound: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", registry.kernels())
+@pytest.mark.sampled(2)
 def test_the_launch_bounds_of_shipped_kernels(name: str) -> None:
     """The CPU backend parses the same bounds from the source as NVRTC."""
     kernel = registry.get(name)

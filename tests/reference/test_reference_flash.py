@@ -225,6 +225,7 @@ def through(algorithm, dout, q, k, v, causal):
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor", ["dout", "q", "k", "v"])
 @pytest.mark.parametrize("row", [0, 3, 6])
+@pytest.mark.sampled(2)
 def test_nan_and_inf_affect_only_rows_that_see_them(algorithm, causal, poison, tensor, row):
     Sq, Sk = (7, 9) if row < 6 else (9, 7)  # the second has rows without keys, and rows that see every key
     q, k, v = qkv(3, 2, 2, 1, Sq, Sk, 4)

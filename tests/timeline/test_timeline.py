@@ -66,6 +66,7 @@ def test_marks_compile_to_nothing_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("causal", [None, "bottom-right"])
+@pytest.mark.sampled(2)
 def test_marks_do_not_spill_in_the_hopper_backward(causal: str | None) -> None:
     """Its warps use all registers: an additional or misplaced mark would spill."""
     kernel, problem = registry.get("bwd_wgmma"), Problem(4, 16, 4096, 4096, 128, dtype="float16", causal=causal)

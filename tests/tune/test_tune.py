@@ -91,6 +91,7 @@ def test_jobs_are_spread_over_workers() -> None:
         (hangs, 1, "did not finish within 1 s"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_lost_worker_costs_one_job(fault: Callable[[int], None], limit: float, message: str) -> None:
     with WorkerPool([{}], limit) as pool:
         ((_, lost),) = pool.map(fault, [(7,)])
