@@ -251,9 +251,9 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
     }
 };
 
-// A consumer warpgroup: 64 query rows of each work tile of the block. This function calls the steps, not a member
-// function of ConsumerWarpgroup, and the mainloop has its own `if`, so that the compiler keeps barrier addresses and
-// Philox's round keys (dropout) in uniform registers: 5 fewer instructions per key tile.
+// A consumer warpgroup: 64 query rows of each work tile of the block. The steps are called from here, not from one
+// member function of ConsumerWarpgroup, and the mainloop has its own `if`, so that the compiler keeps barrier addresses
+// and Philox's round keys (dropout) in uniform registers: 5 fewer instructions per key tile.
 __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane, const Arguments& args) {
     ConsumerState state(smem, lane, args.score);
     start_ping_pong(warp / 4 - 1);

@@ -32,7 +32,7 @@ def input_bytes(p: Problem, t: Tile) -> int:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Why a problem is not supported: requirements of wgmma, of cp.async and of tensor maps."""
+    """Why a problem is not supported: requirements of wgmma and tensor maps, 16-byte rows, the scale."""
     return unsupported_by_wgmma(p, arch)
 
 
@@ -68,6 +68,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             p.Dv <= WIDEST_V.get(t.BLOCK_M, 256),
             f"BLOCK_M={t.BLOCK_M} leaves too few registers for O at Dv={p.Dv}: use BLOCK_M=128",
+        ),
+        (
+            t.BLOCK_N <= 128 or not ("mask" in p.options or (p.score and p.score.hides)),
+            f"BLOCK_N={t.BLOCK_N} is not supported with mask= or a score that hides keys: a lane has 32 bits, use 128",
         ),
         (
             not p.has_block_map or 512 % t.BLOCK_N == 0,
@@ -127,7 +131,7 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
-    if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # rows of one length: the tile that fills the waves of blocks
+    if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about as many keys: fill the waves
         tiles = (128, 128), (192, 128 if width <= 64 else 80)
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
     if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
@@ -294,7 +298,7 @@ invariant_kernel = replace(
     test_share=10,
     preference=-1,
     short_sequences="",
-    summary="fwd_wgmma for invariant=True: decisions per row; sums over fixed ranges of keys",
+    summary="fwd_wgmma for invariant=True: m raised and fallback per row, not per warp; sums over fixed ranges of keys",
     invariant_to=(
         "runs", "entries", "batch", "heads", "queries", "allocation", "pages", "page_size", "ragged", "SMs", "splits",
         "strides",
@@ -356,9 +360,9 @@ def reading_us(p: Problem) -> float:
 
 
 def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> float:
-    """Estimated time of fwd_wgmma_split in µs; with one split and not packed, also of fwd_wgmma. The time of the waves
-    of work tiles, but at least that of reading the keys, and that of merging the splits. Half of the rows that a work
-    tile lacks cost time."""
+    """Estimated time of fwd_wgmma_split in µs; with one split and not packed, also of fwd_wgmma: the launch, plus the
+    waves of work tiles or reading the keys, whichever takes longer, plus merging the splits. A row that a work tile
+    lacks costs half as much as one that it has."""
     heads, rows = (p.Hk, 16 * p.group * cdiv(p.Sq, 16)) if packed else (p.H, p.Sq)
     of_head, width = cdiv(rows, t.BLOCK_M), p.D + p.Dv
     keys = t.BLOCK_N * cdiv(cdiv(keys_of_row(p), splits), t.BLOCK_N)
@@ -389,7 +393,8 @@ def split_us(p: Problem, t: Tile) -> float:
 
 
 def supports_split(p: Problem, arch: Arch | None) -> str | None:
-    """Why a problem is not supported: as fwd_wgmma, and where splits begin."""
+    """Why a problem is not supported: as for fwd_wgmma, and options with which key tile j does not begin at key
+    j * BLOCK_N."""
     if p.bounds[0] is not None or p.has_block_map or p.alibi:
         return "a left window bound, a block map or ALiBi is not supported: splits are ranges of ascending key tiles"
     return supports(p, arch)
@@ -397,8 +402,8 @@ def supports_split(p: Problem, arch: Arch | None) -> str | None:
 
 def first_for_split(p: Problem) -> bool:
     """Problems on which, by the estimates, it is faster than fwd_wgmma and fwd_decode: with too few work tiles for the
-    GPU, or few rows of each head of a group. Up to 32 rows of a group are left to fwd_decode, and causal rows that see
-    from few keys to all to fwd_wgmma, whose scheduler balances them."""
+    GPU, or few rows of each head of a group. Left to fwd_decode: up to 32 rows of a group. Left to fwd_wgmma, whose
+    scheduler balances them: causal problems in which some rows see few keys and others all."""
     if p.ragged or max(p.D, p.Dv) > kernel.max_D or supports_split(p, None):
         return False
     if 0 in (p.B, p.H, p.Sq, p.Sk) or p.Sq * p.group <= 32:

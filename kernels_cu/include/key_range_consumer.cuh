@@ -1,12 +1,13 @@
 // How the three kernels from fwd_wgmma.cu differ.
 //
-//   fwd_wgmma            one range of keys; the functions for several do nothing. store_non_finite recomputes all 16
-//   rows
-//                        of a warp.
+//   fwd_wgmma            One range of keys; the functions for several do nothing. store_non_finite recomputes all rows
+//   of
+//                        a warp.
 //   fwd_wgmma_split      The warps of a work tile may have rows of several heads (PACK_GQA), and blocks share its keys
 //                        (key_splits.cuh).
-//   fwd_wgmma_invariant  The same, but the sums of a row begin anew with each of some fixed ranges of keys, rows of V
-//                        behind the last key are cleared, and only rows that are not finite are recomputed.
+//   fwd_wgmma_invariant  As fwd_wgmma_split, but the sums of a row begin anew with each of some fixed ranges of keys,
+//   the
+//                        rows of V behind the last key are cleared, and only rows that are not finite are recomputed.
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
@@ -60,9 +61,9 @@ struct KeyRangeConsumer : WorkTileConsumer {
     }
 
     // Sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may contain NaN,
-    // and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (Of keys in pages TMA fills
-    // these rows with zeros, so that this is not needed.) Every consumer does this for itself: they write equal values,
-    // without order, which `sanitize` reports as a race.
+    // and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (With pages TMA has filled these
+    // rows with zeros; they are cleared anyway.) Every consumer does this for itself: they write equal values, without
+    // order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - n0(j);
         if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || Head::HAS_BLOCK_MAP || first >= BLOCK_N) return;

@@ -82,8 +82,8 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 }
 
 #if !RAGGED
-// The work tiles of a static order: m_block < m_blocks() of each head < heads(). With PACK_GQA a group of heads takes
-// the place of a head; with SPLIT_KEYS the `splits` ranges of the keys of a head do.
+// The work tiles of a static order: m_block < m_blocks() of each head < heads(). With PACK_GQA a group of heads counts
+// as one head; with SPLIT_KEYS each of the `splits` ranges of a head's keys counts as a head.
 struct StaticWorkTiles {
     const unsigned H, group, splits;
     __device__ __forceinline__ unsigned m_blocks(const Score& score) const {

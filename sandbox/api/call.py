@@ -164,8 +164,8 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     may change between calls; with it, tiles that were hidden or fully visible when the map was made stay so. One map
     serves the forward and the backward of all dense problems with the same B, H, Sq and Sk and any score option except
     `mask=`, and except key_lengths if the mask names Sk. B, H and Sq may differ if the mask does not name them (as b,
-    h, i or Sq). Other sizes raise UnsupportedProblem. The sizes of a copy of a map are unknown: only its shape is
-    compared.
+    h, i or Sq). Other sizes raise UnsupportedProblem. The sizes are remembered for the returned array, not for
+    a copy of it: of a copy only the shape is compared.
 
     Returns an int32 array (B, H, rows, words); B, H and rows are 1 where the mask does not vary along them. A row
     stands for 64 queries, a bit for 16 keys. Each row has ceil(Sk / 512) words, rounded up to a multiple of 4, for
@@ -250,8 +250,9 @@ _INSTEAD = {  # {what an attention kernel computes: (it in words, the public fun
 
 
 def gradient_of(kernel: Kernel) -> Kernel:
-    """The kernel of the backward. Its inputs are gradients of outputs ("dy"), inputs ("x") and outputs ("y"); its
-    outputs are gradients of inputs ("dx"). Raises UnsupportedProblem without one, SpecError for other names."""
+    """The kernel of the backward. Its inputs are any of the outputs' gradients ("dy"), the inputs ("x") and the outputs
+    ("y"); its outputs are gradients of the inputs ("dx"). Raises UnsupportedProblem without one, SpecError for other
+    names."""
     operation = operation_of(kernel)
     if not operation.gradient:
         raise UnsupportedProblem(

@@ -133,7 +133,7 @@ def run_backward(arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
     See `run_forward`."""
     if found := known(library_of(arrays[0]), "backward", options, arrays):
         return found[0](arrays, found[1])
-    # 5: kernels copy dout, q, k, v and out in vectors; they read lse and what follows by element.
+    # 5: kernels copy dout, q, k, v and out in vectors, and read lse by element.
     plan, arrays, addresses = _planned("backward", 5, arrays, options)
     return plan(arrays, addresses)
 

@@ -39,13 +39,13 @@ class _Keywords(TypedDict, total=False):
 
 
 class BackwardKeywords(_Keywords, total=False):
-    """The keyword arguments of `attention_backward` that are options, causal and scale excluded."""
+    """The keyword arguments that `attention_backward` takes as `**options`."""
 
     key_lengths: Any
 
 
 class PagedKeywords(_Keywords, total=False):
-    """The keyword arguments of `attention_paged` that are options, causal and scale excluded."""
+    """The keyword arguments that `attention_paged` takes as `**options`."""
 
     descale: tuple[Any, Any, Any] | None
     out_dtype: Any
@@ -65,7 +65,7 @@ FIELD_OPTIONS = tuple(_VALIDATORS)  # options that are not arrays; each is a fie
 # In a ragged batch their last two dimensions are max_seqlen of q and of k.
 _BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
-DESCALE = ("descale_q", "descale_k", "descale_v")  # the elements of `descale` that are arrays
+DESCALE = ("descale_q", "descale_k", "descale_v")  # names of the elements of `descale`, if they are arrays
 # Of a ragged batch: they follow the arrays of the options; with pages only the first one.
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 BLOCK_TABLE = "block_table"  # of a paged batch: the last array

@@ -42,9 +42,9 @@ def text_of_tile(tile: Tile | str | Mapping[str, int] | None) -> str:
 
 
 def text_of_options(fields: Mapping[str, Any], score: tuple[Any, ...] | None, names: Sequence[str]) -> str:
-    """The fields of `Options` that are not tensors, and the names of tensors without a gradient, as JSON. `fields`: all
-    but `score`. `score`: its expressions and `made_for` (the sizes of its block map), not the object, which the
-    compiler of PyTorch 2.11 does not accept as a constant."""
+    """Fields of `Options` that are neither tensors nor arguments of the operator, and the names of tensors without a
+    gradient, as JSON. `fields`: these fields, except `score`. `score`: its expressions and `made_for` (the sizes of its
+    block map), not the object, which the compiler of PyTorch 2.11 does not accept as a constant."""
     return json.dumps({**fields, "score": score, "arrays": names})
 
 

@@ -1,6 +1,6 @@
 """Functions that torch.compile does not trace: their results are constants in the graph, or they run outside of it.
 
-Imported only while the compiler traces: the decorators import all of it, which takes a second.
+Imported only while the compiler traces: the decorators import the whole compiler, which takes a second.
 """
 
 from __future__ import annotations

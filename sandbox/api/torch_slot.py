@@ -56,7 +56,7 @@ def use_in_torch(
     without attn_mask, if torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU calls without dropout.
     """
     for name, computes in ((kernel, "forward"), (backward, "backward")):
-        named(name, computes)  # raises: an unknown name is not an unsupported problem
+        named(name, computes)  # raises here: in a call, UnsupportedProblem would mean that PyTorch's own kernel runs
     slot = Slot(kernel, backward, tile, invariant)
     if registry := _registry():
         registry.register_flash_attention_impl(NAME, register_fn=slot.register)

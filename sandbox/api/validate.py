@@ -127,8 +127,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    # {size: the names in the mask that make the map depend on it}. It always depends on Sk (`named` is never empty):
-    # its bits beyond the Sk for which it was made are 0.
+    # {size: the names in the mask that make the map depend on it}. It always depends on Sk, because its bits beyond the
+    # Sk for which it was made are 0; `named` is never empty: it always contains "true".
     used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:

@@ -111,8 +111,8 @@ class Part(NamedTuple):
 
 
 def parts(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> tuple[Part, ...]:
-    """The kernels that compute `problem` in one launch: `kernel`, and for a ragged batch over pages that may have
-    sequences with few and with many queries also `kernel.short_sequences`, if it supports the problem.
+    """The kernels that compute `problem` in one launch: `kernel` alone; or, for a ragged batch over pages in which some
+    sequences may have few queries and others many, `kernel` and, if it supports the problem, `kernel.short_sequences`.
 
     The second kernel is launched after `kernel` and overlaps its last blocks (programmatic dependent launch): it fills
     the SMs that become idle. Each kernel finds its sequences on the device."""

@@ -419,7 +419,10 @@ def examine(
 
 # ---- tables
 
-LEGEND = "yes: guaranteed by the spec, and confirmed; (yes): equal here; no: different; -: does not apply"
+LEGEND = (
+    "yes: guaranteed by the spec, and confirmed; (yes): equal here; no: different; -: does not apply, or the problem "
+    "that was tried is not supported"
+)
 _BROKEN = "BROKEN"  # a guarantee that does not hold
 
 

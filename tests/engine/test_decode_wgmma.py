@@ -87,15 +87,16 @@ def test_selection_with_many_heads() -> None:
     """With 16 packed rows only if the work tiles are balanced; BLOCK_M as large as options permit; with 32 rows three
     stages if balanced."""
     of = lambda B, Sq, **options: Problem(B, 32, Sq, 8192, Hk=8, **{"D": 128, "dtype": "bfloat16", **options})  # noqa: E731
-    found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(8, 32, causal="bottom-right"), of(64, 32, D=64),
+    found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(32, 16, causal="bottom-right"), of(64, 16, D=64),
              of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True)]  # fmt: skip
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in found]
     assert [t.BLOCK_M for t in tiles] == [16, 16, 32, 64, 64, 64, 32, 32]
     assert [t.STAGES for t in tiles] == [2, 2, 2, 2, 2, 2, 3, 3]
-    left = [of(32, 1), of(48, 1), of(100, 1), of(8, 8), of(4, 16), of(64, 8, key_lengths=True), of(64, 8, D=136),
-            of(64, 8, bias=(1, 32, 8, 8192)), of(64, 1, dtype="float8_e4m3", page_size=16)]  # fmt: skip
+    left = [of(32, 1), of(48, 1), of(100, 1), of(8, 8), of(4, 16), of(8, 32), of(64, 8, key_lengths=True),
+            of(64, 8, D=136), of(64, 8, bias=(1, 32, 8, 8192)),
+            of(64, 1, dtype="float8_e4m3", page_size=16)]  # fmt: skip
     for problems, takes in ((found, True), (left, False)):
         for p in problems:
             assert (choose.choose_kernel(p, "forward", (9, 0)).name == KERNEL.name) is takes, p
-    assert choose.choose_kernel(of(64, 64, causal="bottom-right"), "forward", (9, 0)).name == "fwd_wgmma"
+    assert choose.choose_kernel(of(64, 64, causal="bottom-right"), "forward", (9, 0)).name == "fwd_wgmma_split"
     assert choose.choose_kernel(of(128, 1), "forward", (8, 0)).name == "fwd_decode"
