@@ -70,7 +70,7 @@ struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1
     __device__ __forceinline__ Range of_warpgroup(const Head& head, int row) const {
         if (PACK_GQA) return n_blocks;
         const Range own = n_block_range(head, row, row + WARPGROUP_ROWS);
-        return SPLIT_KEYS ? intersection(own, n_blocks) : own;
+        return SPLIT_KEYS && !INVARIANT ? intersection(own, n_blocks) : of_split(own);
     }
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int n0(int j) const {

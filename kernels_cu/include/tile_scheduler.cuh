@@ -98,7 +98,10 @@ struct StaticWorkTiles {
         const unsigned whole = SPLIT_KEYS ? head / splits : head;
         WorkTile work_tile(m_block * BLOCK_M, PACK_GQA ? whole * group : whole, H);
 #if KEY_SPLITS
-        work_tile.split = SPLIT_KEYS ? head % splits : 0, work_tile.splits = splits, work_tile.group = group;
+        work_tile.split = SPLIT_KEYS ? head % splits : 0, work_tile.group = group;
+#endif
+#if KEY_SPLITS && !INVARIANT
+        work_tile.splits = splits;
 #endif
         return work_tile;
     }
