@@ -5,7 +5,7 @@ from dataclasses import replace
 from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 SMEM = 232448  # bytes of shared memory per block
-MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a window: such work tiles are short
+MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a left bound (window): such work tiles are short
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per m_block and head of a group
 
 
@@ -116,13 +116,14 @@ def dKV_partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def per_query_head(p: Problem) -> Problem:
-    """The problem with as many key/value heads as query heads: the work tiles of bwd_wgmma_split_group."""
+    """The problem with as many key/value heads as query heads: its work tiles are those of bwd_wgmma_split_group."""
     return replace(p, Hk=p.H)
 
 
 def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave if a head has
-    at most four n_blocks, or more with a window. See L2_HEAD_GROUPS in include/tile_scheduler_bwd.cuh."""
+    at most four n_blocks; with a left bound (window) it has at least MIN_WINDOW_HEADS heads, or all heads. See
+    L2_HEAD_GROUPS in include/tile_scheduler_bwd.cuh."""
     tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
     if not heads:
         return 1, tiles, 0
@@ -203,10 +204,10 @@ def split_group_pays(p: Problem) -> bool:
     """Whether work tiles of query heads are faster than those of key/value heads. Fitted to 42 problems on an H200
     (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
 
-    Without a right bound, or with both, all work tiles are taken as equally long, and run in waves. With a causal mask
-    alone they have half of that length on average, the longest start first, and the last SM ends later than the average
-    by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. Splitting adds the partial results of dK
-    and dV, which takes 4%. It must gain 2% more, with a causal mask 8%."""
+    Without a right bound, or with a left one as well, all work tiles are taken as equally long, and run in waves. With
+    a causal mask alone they have half of that length on average, the longest start first, and the last SM ends later
+    than the average by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. Splitting adds the
+    partial results of dK and dV, which takes 4%. It must gain 2% more, with a causal mask 8%."""
     if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
@@ -252,7 +253,8 @@ split_group = replace(
 
 
 def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """L2 head groups. With a window, whose work tiles are equally long, a group has a wave, rounded up to whole heads.
+    """L2 head groups. With a left bound (window) work tiles are about equally long, and a group has a wave, rounded up
+    to whole heads.
 
     Without a mask the width of head_group_grid is multiplied, so that fewer blocks of the same head start together and
     wait for each other's semaphores: with BLOCK_N = 128 by 2 for 4096 to 8192 keys, with BLOCK_N = 64 by 2 from 4096

@@ -79,7 +79,8 @@ def _line(name: str, rows: list[Row]) -> str:
 
 
 def _described(row: Row) -> str:
-    return f"`{row['file']}`, {row['operator']}, {_change(row)} in `{row['context']}`"
+    place = f" in `{row['context']}`" if row["context"] else ""  # none if the change begins with a line break
+    return f"`{row['file']}`, {row['operator']}, {_change(row)}{place}"
 
 
 def _change(row: Row) -> str:

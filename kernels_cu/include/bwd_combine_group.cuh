@@ -22,8 +22,9 @@ constexpr int PARTIAL_SLABS_K = (D_PAD + 63) / 64, PARTIAL_SLABS = PARTIAL_SLABS
 __device__ __forceinline__ int work_tile_heads(int Hk, int group) { return SPLIT_GROUP ? Hk * group : Hk; }
 __device__ __forceinline__ int query_heads_per_work_tile(int group) { return SPLIT_GROUP ? 1 : group; }
 
-// Index of the first n_block of a batch entry, counted over the batch. ROWS: BLOCK_N. RAGGED: an upper bound; each
-// earlier sequence may have one incomplete tile, so indices are distinct, with gaps.
+// Index of the first n_block of a batch entry, counted over the batch. ROWS: BLOCK_N. RAGGED: first_key / ROWS + b,
+// which is at least the number of earlier n_blocks (each earlier sequence has at most one incomplete tile): indices are
+// distinct, with gaps.
 template <int ROWS>
 __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 #if RAGGED

@@ -112,7 +112,7 @@ struct KeyConsumer {
         mbarrier_wait(Barriers::FulldS::at(base, i % 2), i / 2 % 2);
     }
 
-    // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
+    // Computes P^T from S^T: score modification, mask, exponential. derivative: see apply_score_mod.
     __device__ __forceinline__ void recompute_P(float (&S)[BLOCK_M / 2], unsigned (&derivative)[BLOCK_M / 16][4],
                                                 const Head& current_head, const FragmentMask<BLOCK_M>& mask,
                                                 const unsigned (&bias)[BLOCK_M / 16][4], const float* stats) {

@@ -76,7 +76,7 @@ struct ConsumerWarpgroup {
                threadIdx.x % 32 * 4;
     }
 
-    // Computes P^T from S^T: score modification, mask, exponential. derivative: that of the score modification.
+    // Computes P^T from S^T: score modification, mask, exponential. derivative: see apply_score_mod.
     __device__ __forceinline__ void recompute_P(float (&S)[M / 2], unsigned (&derivative)[M / 16][4],
                                                 const Head& current_head, const FragmentMask<M>& mask,
                                                 const float* stats) {

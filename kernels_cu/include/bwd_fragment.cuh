@@ -146,8 +146,8 @@ __device__ __forceinline__ void load_bias_fragment(unsigned (&bias)[STEPS][4], S
                           rows + SmemLayoutPdS::chunk(16 * step + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
 }
 
-// Softcap, ALiBi, bias and score_mod: S = f(S); derivative: f'(S), packed. packed_bias: read only if BIAS.
-// f is apply_score_mod in score_mod.cuh.
+// Softcap, ALiBi, bias and score_mod. S: q . k, becomes the raw score. derivative: dx / d(scale * (q . k)), packed; it
+// is that of x, not that of the raw score (RecomputedP::dx). packed_bias: read only if BIAS.
 template <int STEPS>
 __device__ __forceinline__ void apply_score_mod(float (&S)[8 * STEPS], unsigned (&derivative)[STEPS][4],
                                                 const Head& head, const FragmentCoords& coords,

@@ -45,7 +45,7 @@ struct Warp {
 };
 
 // Score modification and mask of 32 keys x SUB_M queries of S^T. at(mt, half, nt, odd): index of element 2 * half + odd
-// of S[mt][nt]. derivative: of the score modification, as 16-bit pairs. masked: some scores may be hidden.
+// of S[mt][nt]. derivative: dx / d(scale * (q . k)), packed. masked: some scores may be hidden.
 template <class At, int STEPS>
 __device__ __forceinline__ void score_mod_and_mask(float (&S)[2][SUB_M / 8][4], unsigned (&derivative)[STEPS][2][4],
                                                    const Head& head, bool masked, const At& at) {

@@ -61,7 +61,7 @@ __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsig
     }
 }
 
-// dS = P (dP - delta) * derivative, with dropout of dP. derivative: that of the score modification.
+// dS = P (dP - delta) * derivative, with dropout of dP. derivative: see apply_score_mod (bwd_fragment.cuh).
 template <int STEPS>
 __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsigned (&P)[STEPS][4],
                                            const float (&dP)[8 * STEPS], const float* delta, const Head& head,

@@ -6,7 +6,7 @@
 
 // dQ_accum, in elements of 4 bytes:
 //
-//   0                     tile counter, read only if DETERMINISTIC (fetch_tile_number)
+//   0                     tile counter, used only if DETERMINISTIC (fetch_tile_number)
 //   SEMAPHORES_INDEX      two semaphores per dQ tile, one per consumer
 //   accumulators_index    the dQ tiles (bwd_tiles.cuh), aligned to ACCUM_ALIGNMENT: an L2 line of 128 bytes or, if
 //                         consumers add themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time
@@ -27,11 +27,12 @@ __device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
 // Not DETERMINISTIC: there is no order, but the first block that increments a tile's semaphore stores, so that the
 // accumulators need not be zeroed or read. When its store is complete, it adds FIRST_STORED to the semaphore; blocks
 // that arrive earlier wait for this. The first block never waits, so there is no deadlock. Bits 0 to 15 of the
-// semaphore count the blocks that have incremented it (a head has fewer than 65536 n_blocks), bit 16 is FIRST_STORED.
+// semaphore count the blocks that have incremented it. They do not reach FIRST_STORED before the first store is
+// complete: until then each of these blocks waits, so that they are at most the resident blocks.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
-// Whether a block reads the semaphore before its dQ is ready. With a window or a block map, few work tiles add to a
-// dQ tile, and this is 0.5% slower, or spills.
+// Whether a block reads the semaphore before its dQ is ready. With a left bound (window) or a block map, few work tiles
+// add to a dQ tile, and this is 0.5% slower, or spills.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP;
 
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as

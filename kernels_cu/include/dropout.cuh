@@ -81,8 +81,8 @@ struct Dropout {
         return (j & 1 ? word : word << 16) >= threshold;
     }
 
-    // Keep masks of N adjacent blocks, the first at (i, j), multiples of 16: this lane's elements with queries along
-    // rows.
+    // Keep masks of this lane's elements of N blocks, adjacent along the keys, the first at (i, j), multiples of 16.
+    // The elements are those of an A operand with queries along rows.
     template <int N>
     __device__ __forceinline__ void along_queries(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         unsigned words[N][4];
@@ -117,7 +117,7 @@ struct Dropout {
     }
 
   private:
-    // The random words of lane `lane` for N adjacent blocks.
+    // The random words of lane `lane` for N blocks, adjacent along the keys.
     template <int N>
     __device__ __forceinline__ void draw(unsigned (&words)[N][4], unsigned i, unsigned j, unsigned lane) const {
 #pragma unroll

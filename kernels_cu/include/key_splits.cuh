@@ -1,4 +1,4 @@
-// Sums of a row over ranges of keys, which are merged.
+// O, m and l of a row are computed per range of keys and merged.
 //
 // fwd_wgmma_split: split-KV. Blocks share the key tiles that a work tile sees, in equal parts, as many as fill the GPU.
 // fwd_wgmma_invariant: fixed ranges. Every RANGE_TILES key tiles O, m and l begin anew, and are merged with those of

@@ -125,7 +125,8 @@ struct MBlockRange {
         m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : heads;
         if (Head::HAS_BLOCK_MAP) seek(head, m0);
     }
-    // Whether the block map shows that all elements of the tile are visible; ranges are not considered.
+    // Whether the elementwise mask hides no element of the tile, as far as the block map shows; without a map: whether
+    // there is no elementwise mask. Ranges are not considered.
     __device__ __forceinline__ bool fully_visible(int head, int m0) const {
         if (!Head::HAS_BLOCK_MAP) return !Head::ELEMENT_MASK;
         const unsigned m_block = m0 / BLOCK_M;

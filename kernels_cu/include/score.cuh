@@ -10,7 +10,8 @@
 // BIAS     1: O's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
 // INVARIANT  1: the bits of a row must not depend on the other rows of its warp, nor on where its tile begins
-// KEY_SPLITS  1: sums over ranges of keys, which several blocks may share (key_splits.cuh)
+// KEY_SPLITS  1: O, m and l of a row are computed per range of keys and merged; several blocks may compute the ranges
+//             of a row (key_splits.cuh)
 // MERGE_RANGES  1: a block merges the ranges of keys of its rows; SPLIT_KEYS 1: a work tile has one of them; both 0:
 //               there is one range
 // PACK_GQA  1: the rows of a work tile belong to all query heads of a group (work_tile.cuh)

@@ -64,8 +64,8 @@ struct Head : Mask {
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::HAS_SCORE_MOD;  // needs more registers
     static constexpr float LOG2E = 1.4426950408889634f;                                    // e^x = 2^(x log2(e))
     // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). The rounding
-    // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error grows,
-    // until P overflows: there, the argument is (S - m) * scale_log2.
+    // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error would
+    // grow, until P overflows; so above the limit the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
     // A softcap bounds |m| * scale_log2. The macro SOFTCAP is 1 if its value is at most 5000 (core/options.py), and
     // 5000 * log2(e) = 7213 is less than LARGE.
@@ -155,11 +155,11 @@ struct Head : Mask {
 #endif
     }
 
-    // The score of a dot product after all modifications. T is float, or Dual for the derivative with respect to scale
-    // * (q . k), or with OF_BIAS to the bias. Masked or out-of-bounds elements give an unspecified value without an
-    // out-of-bounds access. bias_value: the element's bias; without this argument it is loaded here. A new modification
-    // takes x and its derivative from the one before (Dual's functions, or with_derivative); see also HAS_SCORE_MOD,
-    // HAS_DERIVATIVE and softmax_scale_of.
+    // The score of a dot product after all modifications. T is float, or Dual for the derivative of x with respect to
+    // scale * (q . k), or with OF_BIAS to the bias; with RAW, too, it is that of x, not that of raw. Masked or
+    // out-of-bounds elements give an unspecified value without an out-of-bounds access. bias_value: the element's bias;
+    // without this argument it is loaded here. A new modification takes x and its derivative from the one before
+    // (Dual's functions, or with_derivative); see also HAS_SCORE_MOD, HAS_DERIVATIVE and softmax_scale_of.
     template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at) const {
         return apply_score_mod<T, UNITS, OF_BIAS>(dot, at, bias_of(at));
@@ -294,8 +294,9 @@ struct Head : Mask {
         return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
     }
 
-    // Dropout's keep masks of this lane's elements of N adjacent 16 x 16 blocks of P, the first at (i, j): as an A
-    // operand with queries along rows (P), or with keys along rows (P^T; all lanes of the warp call it).
+    // Dropout's keep masks of this lane's elements of N 16 x 16 blocks of P, adjacent along the keys, the first at (i,
+    // j). The elements are those of an A operand with queries along rows (P), or with keys along rows (P^T; all lanes
+    // of the warp call it).
 #if DROPOUT
     using Kept = KeepMask;
 #else

@@ -27,11 +27,11 @@
 //   ascending      last to first     shortest first           in ascending order, from the diagonal on
 //   descending     first to last     longest first            in descending order
 //
-// In the ascending order a work tile reaches an m_block in no earlier iteration than the work tiles that precede it in
-// the semaphore's order, and blocks that start together begin with different m_blocks. In the descending order it
-// reaches the m_blocks of its first query head in the same iteration as they do. With grouped heads it reaches those of
-// a later head earlier than its predecessors, which are longer, and waits for them. Consecutive work tiles have similar
-// lengths, also from one group to the next.
+// A block waits at an m_block if it gets there before the work tiles that precede it in the semaphore's order (its
+// predecessors). Ascending: it gets there in a later iteration than its predecessors (in the same one if both begin at
+// row 0), so it rarely waits; blocks that start together begin with different m_blocks. Descending: in the same
+// iteration for its first query head; with grouped heads in an earlier one for a later head, because its predecessors
+// are longer, and it waits. Consecutive work tiles have similar lengths, also from one group to the next.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
 // With a window that has both bounds, every group is ascending. Without a right bound (no mask, or a left bound only)
 // n_blocks start first to last, and m_blocks are visited in ascending order.
@@ -104,7 +104,7 @@ __device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned
 #endif
 }
 // Prefetches the work tile of the next block on this SM, which starts about one wave (132 blocks) later. Its number is
-// not known: each lane prefetches four (a 128-byte line) of the 128 work tiles from 64 after this one on.
+// not known: the warp prefetches about the work tiles 64 to 191 after this one, each lane four (a line of 128 bytes).
 __device__ __forceinline__ void prefetch_next_work_tile(const int* work_tiles) {
     const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
     prefetch_L1(work_tiles + 8 * min(next, gridDim.x * gridDim.y - 1));

@@ -57,8 +57,8 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
 
     Arrays may be NumPy, CuPy, PyTorch or any array with `__dlpack__`; outputs are of the same library, on the same
     device. Device arrays are processed on the caller's current stream, host arrays by the CPU backend unless `backend`
-    says otherwise. `tile`: as for `sandbox.attention`. Differentiable for PyTorch tensors if the Operation names the
-    kernel of its `gradient`.
+    says otherwise. `tile`: as for `sandbox.attention`. Differentiable once for PyTorch tensors if the Operation names
+    the kernel of its `gradient`.
 
     Raises UnknownKernel; UnsupportedProblem for arrays that do not fit the operation or the kernel, are not contiguous,
     or do not begin at a multiple of 16 bytes, unless the Operation declares the input with `strided=True` or
