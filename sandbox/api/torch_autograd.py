@@ -203,14 +203,34 @@ class _Call(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         tensors = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
         tensors |= {f"d{name}": dy for name, dy in zip(ctx.operation.outputs, gradients, strict=True)}
-        given = tuple(_readable(tensors[name]) for name in ctx.gradient.inputs)
-        found = dict(zip(ctx.gradient.outputs, ctx.run_backward(given), strict=True))
+        with torch.no_grad():
+            given = tuple(_readable(tensors[name]) for name in ctx.gradient.inputs)
+            results = ctx.run_backward(given)
+        if torch.is_grad_enabled():  # create_graph=True
+            results = _Gradients.apply(ctx.operation.name, len(results), *results, *tensors.values())
+        found = dict(zip(ctx.gradient.outputs, results, strict=True))
         own = (found.get(f"d{name}") for name in ctx.operation.inputs)
         return None, None, None, None, *own
+
+
+class _Gradients(torch.autograd.Function):
+    """The first `count` tensors, gradients that depend on the others: an error if they are differentiated.
+    (PyTorch's once_differentiable returns constants if the gradient of the output is one.)"""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise UnsupportedProblem(
+            f"{ctx.name} cannot be differentiated twice: no kernel computes the derivatives of its gradients "
+            "(differentiate once, without create_graph=True)"
+        )
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -115,6 +115,17 @@ def test_gradients_as_autograd_delivers_them() -> None:
     assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
 
 
+def test_second_gradients_raise_an_error() -> None:
+    """Also if the gradient of the output is a constant, so that PyTorch would take the first gradient for one."""
+    x, w = randn(6, 48, grad=True), randn(48)
+    y = sandbox.call("rms_norm", x, w)
+    for loss in (y.sum(), (y * y).sum()):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.testing.assert_close(gradient, torch.autograd.grad(loss, x, retain_graph=True)[0])
+        with pytest.raises(UnsupportedProblem, match="rms_norm cannot be differentiated twice"):
+            (gradient * gradient).sum().backward()
+
+
 def test_a_gradient_with_other_names(folder: Path) -> None:
     spec = folder / "rms_norm.py"
     text = spec.read_text()
