@@ -6,7 +6,7 @@ READY := .venv/ready
 MINIMAL := .venv/minimal
 CUDA_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.h' '*.cpp' ':!experiments')
 MUTATION := .venv/mutation
-PARALLEL := -n auto --maxprocesses 8
+PARALLEL := -n auto --dist worksteal
 
 # Tests start commands: each would compile all of sandbox/ again.
 unexport PYTHONDONTWRITEBYTECODE

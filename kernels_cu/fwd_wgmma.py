@@ -382,9 +382,11 @@ def decode_us(p: Problem) -> float:
 
 @lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
 def best_splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile: the number with the lowest estimate, at most two waves of blocks."""
+    """Blocks that share the keys of a work tile: the number with the lowest estimate of about 32, at most
+    two waves of blocks."""
     most = min(keys_of_row(p) // LEAST_KEYS, 2 * t.BLOCKS // max(work_tiles(p, t), 1))
-    return min(range(1, max(1, most) + 1), key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
+    tried = range(1, max(1, most) + 1, 1 + most // 32)
+    return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
 
 
 def split_us(p: Problem, t: Tile) -> float:

@@ -116,6 +116,11 @@ def why_no_gpu() -> str:
     return ""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, at most eight: some tests wait for a process or a time limit."""
+    return min(8, (os.cpu_count() or 1) + 1)
+
+
 def pytest_report_header() -> list[str]:
     gpu = [f"tests that need a GPU are deselected: {why_no_gpu()}"] if why_no_gpu() else []
     return [f"SANDBOX_SEED={SEED} SANDBOX_SAMPLE={SAMPLE}", *gpu]

@@ -998,6 +998,7 @@ def test_on_a_gpu(mode: str) -> None:
         ({"score": Score("x")}, (2, 4)),
     ],
 )
+@pytest.mark.sampled(3)
 def test_flex_makes_a_block_mask_for_each_entry_that_has_its_own(
     options: dict[str, Any], sizes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ TOOLS = [pytest.param(tool, marks=pytest.mark.sampled(3 if tool == "address" els
 
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_every_kernel_is_clean(kernel: Kernel, tool: str) -> None:
     """A ragged causal problem of several blocks, and one of whole tiles. "address" tests the first, "thread" both,
     the other tools a random one of the two."""
