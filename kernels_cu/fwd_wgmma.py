@@ -298,7 +298,7 @@ invariant_kernel = replace(
     test_share=10,
     preference=-1,
     short_sequences="",
-    summary="fwd_wgmma for invariant=True: m raised and fallback per row, not per warp; sums over fixed ranges of keys",
+    summary="fwd_wgmma for invariant=True: m and fallback per row; sums over fixed key ranges",
     invariant_to=(
         "runs", "entries", "batch", "heads", "queries", "allocation", "pages", "page_size", "ragged", "SMs", "splits",
         "strides",
@@ -382,10 +382,10 @@ def decode_us(p: Problem) -> float:
 
 @lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
 def best_splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile: the number with the lowest estimate of about 32, at most
+    """Blocks that share the keys of a work tile: the number with the lowest estimate of up to 40, at most
     two waves of blocks."""
     most = min(keys_of_row(p) // LEAST_KEYS, 2 * t.BLOCKS // max(work_tiles(p, t), 1))
-    tried = range(1, max(1, most) + 1, 1 + most // 32)
+    tried = range(1, max(1, most) + 1, 1 + most // 40)
     return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
 
 

@@ -251,6 +251,7 @@ def test_score_options_are_compiled_in(command: str, tmp_path: Path) -> None:
         assert (shown.exit_code, "undeclared" in shown.stderr) == (status, bool(status)), shown.output
 
 
+@pytest.mark.complete
 def test_compile_sweep() -> None:
     """No row: the kernel has one tile, which does not spill, and no file is written."""
     rows = parsed("compile", "--sweep", "bwd_wgmma_head", "--arch", "sm_90a", "--jobs", "2")

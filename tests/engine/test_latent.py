@@ -156,15 +156,15 @@ def test_tensor_map_of_pages() -> None:
     assert box.stride[2] == 64 * 576 * 2
 
 
-def test_run() -> None:
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.complete), "--shape 1,20/1,3,70,576/512 --causal"])
+def test_run(more: str) -> None:
     """Its problems, and --shape, are of latent attention."""
     from sandbox.cli import cli
 
-    for more in ([], ["--shape", "1,20/1,3,70,576/512", "--causal"]):
-        result = CliRunner().invoke(cli, ["run", KERNEL.name, "--backend", "cpu", "--json", *more])
-        rows = json.loads(result.stdout)
-        assert result.exit_code == 0, result.output
-        assert [row["ok"] for row in rows] == [True] * (1 if more else 2)
+    result = CliRunner().invoke(cli, ["run", KERNEL.name, "--backend", "cpu", "--json", *more.split()])
+    rows = json.loads(result.stdout)
+    assert result.exit_code == 0, result.output
+    assert [row["ok"] for row in rows] == [True] * (1 if more else 2)
 
 
 # ---- public functions
