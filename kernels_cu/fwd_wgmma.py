@@ -1,7 +1,9 @@
 """Spec of `fwd_wgmma.cu`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from sandbox.spec import HOPPER_SMS, SAME_FOR_GROUP, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
@@ -264,12 +266,6 @@ def merges(p: Problem, t: Tile) -> bool:
     return ranges(p, t) > 1 and splits(p, t) == 1
 
 
-def invariant_macros(p: Problem, t: Tile) -> dict[str, int]:
-    """Which code the lengths need (key_splits.cuh, work_tile.cuh)."""
-    merging, split, packed = merges(p, t), splits(p, t) > 1, packs(p, t)
-    return {"MERGE_RANGES": int(merging), "SPLIT_KEYS": int(split), "PACK_GQA": int(packed)}
-
-
 def earlier_bytes(p: Problem, t: Tile) -> int:
     """Shared memory for the sums of earlier ranges: O in fp32, m and l, if they fit. O must then fit in Q's buffer."""
     size = cdiv(t.BLOCK_M * (cdiv(p.Dv, 16) * 64 + 8), 1024) * 1024
@@ -277,20 +273,49 @@ def earlier_bytes(p: Problem, t: Tile) -> int:
     return size if merges(p, t) and fits else 0
 
 
+def split_blocks(p: Problem, t: Tile, count: int) -> int:
+    """Persistent blocks for `count` splits of each work tile: at most BLOCKS."""
+    return min(work_tiles(p, t) * count, t.BLOCKS)
+
+
+def split_floats(p: Problem, count: int) -> int:
+    """Floats of O, m and l of every row and split; 0 without splits."""
+    return p.batches * p.H * p.Sq * count * (p.Dv + 2) if count > 1 else 0
+
+
+def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[str, Any]:
+    """The fields of a spec that follow from the number of splits of each work tile."""
+    combine = Entry(
+        name=f"{name}_combine",
+        programmatic_launch=True,
+        grid=lambda p, t: (p.Sq if count(p, t) > 1 else 0, p.H, p.batches),
+        block=lambda t: (64, 1, 1),
+        numbers={"splits": count},
+        args=("Q", "K", "V", "O", "LSE", "H", "heads", "group", "score", "partials", "splits"),
+    )
+    return {
+        "grid": lambda p, t: (split_blocks(p, t, count(p, t)), 1, 1),
+        "macros_of": lambda p, t: {"SPLIT_KEYS": int(count(p, t) > 1), "PACK_GQA": int(packs(p, t))},
+        "scratch": {"partials": lambda p, t: (split_floats(p, count(p, t)), 0)},
+        "numbers": {"splits": count},
+        "then": (replace(kernel.then[0], name=f"{name}_clear"), combine),
+    }
+
+
+def invariant_macros(p: Problem, t: Tile) -> dict[str, int]:
+    """Which code the lengths need (key_splits.cuh, work_tile.cuh)."""
+    return {"MERGE_RANGES": int(merges(p, t)), **SPLIT_FIELDS["macros_of"](p, t)}
+
+
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
-    """Floats of scratch memory, of which none is zeroed: O, m and l of every row and split; without splits, of the
-    earlier keys of each consumer thread of a block, if they do not fit in shared memory (key_splits.cuh)."""
-    if splits(p, t) > 1:
-        return p.batches * p.H * p.Sq * splits(p, t) * (p.Dv + 2), 0
+    """Floats of scratch memory, of which none is zeroed: those of the splits; without splits O, m and l of the earlier
+    keys of each consumer thread of a block, if they do not fit in shared memory (key_splits.cuh)."""
     if not merges(p, t) or earlier_bytes(p, t):
-        return 0, 0
-    return 4 * invariant_grid(p, t)[0] * (cdiv(p.Dv, 16) * 2 * 2 * t.BLOCK_M + t.BLOCK_M // 2), 0
+        return split_floats(p, splits(p, t)), 0
+    return 4 * split_blocks(p, t, 1) * (cdiv(p.Dv, 16) * 2 * 2 * t.BLOCK_M + t.BLOCK_M // 2), 0
 
 
-def invariant_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """At most BLOCKS persistent blocks."""
-    return (min(work_tiles(p, t) * splits(p, t), t.BLOCKS), 1, 1)
-
+SPLIT_FIELDS = fields_of_splits("fwd_wgmma_invariant", splits)
 
 invariant_kernel = replace(
     kernel,
@@ -314,23 +339,9 @@ invariant_kernel = replace(
     ),
     rank=invariant_rank,
     macros={"KEY_SPLITS": 1, "INVARIANT": 1},
-    macros_of=invariant_macros,
     smem_bytes=lambda p, t: with_output(p, t, input_bytes(p, t) + earlier_bytes(p, t)),
-    grid=invariant_grid,
-    scratch={"partials": partials},
-    numbers={"splits": splits},
     args=(*("Q_warp_map" if name == "Q_map" else name for name in kernel.args), "partials", "splits"),
-    then=(
-        replace(kernel.then[0], name="fwd_wgmma_invariant_clear"),
-        Entry(
-            name="fwd_wgmma_invariant_combine",
-            programmatic_launch=True,
-            grid=lambda p, t: (p.Sq if splits(p, t) > 1 else 0, p.H, p.batches),
-            block=lambda t: (64, 1, 1),
-            numbers={"splits": splits},
-            args=("Q", "K", "V", "O", "LSE", "H", "heads", "group", "score", "partials", "splits"),
-        ),
-    ),
+    **{**SPLIT_FIELDS, "macros_of": invariant_macros, "scratch": {"partials": partials}},
 )  # fmt: skip
 
 
@@ -423,17 +434,6 @@ def first_for_split(p: Problem) -> bool:
     return split_us(p, tile) < 0.95 * other
 
 
-def split_macros(p: Problem, t: Tile) -> dict[str, int]:
-    """Which code the lengths need (key_splits.cuh, work_tile.cuh)."""
-    return {"SPLIT_KEYS": int(best_splits(p, t) > 1), "PACK_GQA": int(packs(p, t))}
-
-
-def split_partials(p: Problem, t: Tile) -> tuple[int, int]:
-    """Floats of scratch memory, of which none is zeroed: O, m and l of every row and split."""
-    splits = best_splits(p, t)
-    return (p.batches * p.H * p.Sq * splits * (p.Dv + 2) if splits > 1 else 0), 0
-
-
 split_kernel = replace(
     invariant_kernel,
     name="fwd_wgmma_split",
@@ -448,22 +448,10 @@ split_kernel = replace(
     ),
     rank=split_us,
     macros={"KEY_SPLITS": 1},
-    macros_of=split_macros,
     smem_bytes=smem_bytes,
-    grid=lambda p, t: (min(work_tiles(p, t) * best_splits(p, t), t.BLOCKS), 1, 1),
-    scratch={"partials": split_partials},
-    numbers={"splits": best_splits},
     supports=supports_split,
     first_for=first_for_split,
-    then=(
-        replace(invariant_kernel.then[0], name="fwd_wgmma_split_clear"),
-        replace(
-            invariant_kernel.then[1],
-            name="fwd_wgmma_split_combine",
-            grid=lambda p, t: (p.Sq if best_splits(p, t) > 1 else 0, p.H, p.batches),
-            numbers={"splits": best_splits},
-        ),
-    ),
+    **fields_of_splits("fwd_wgmma_split", best_splits),
 )
 
 kernels = (kernel, invariant_kernel, split_kernel)

@@ -25,6 +25,8 @@ from typing import Any
 
 from suites import SUITES
 
+from sandbox.core import jsonl
+
 CONTEXT = multiprocessing.get_context("spawn")  # a process that has used CUDA cannot fork
 START = 300.0  # seconds until a worker has imported the tests
 FAILED = ("failed", "crashed", "timeout", "out of memory")
@@ -170,9 +172,9 @@ def results(
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Appends a row for each test, and returns those that have failed."""
     deadline = time.monotonic() + args.seconds
-    rows = read(args.rows)
+    rows = jsonl.read(args.rows)
     done = {identity(row) for row in rows}
-    with tempfile.TemporaryDirectory() as folder, open_for_rows(args.rows) as file:
+    with tempfile.TemporaryDirectory() as folder:
         options = {"path": str(args.tests.resolve()), "device": args.device}
         workers = [Worker((args.suite, options), folder) for _ in range(args.workers)]
         queue = chunks_of(args, workers[0], done)
@@ -182,8 +184,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             for test, (outcome, seconds, text, more) in results(workers, queue, deadline, args.limit):
                 row = {"suite": args.suite, "test": test["test"], "parameters": test["parameters"]}
                 row |= {"outcome": outcome, "seconds": seconds, "text": text, **more}
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+                jsonl.append(args.rows, row)
                 rows.append(row)
                 left -= 1
                 if outcome in FAILED:
@@ -199,24 +200,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 # ---- rows
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; the last may be cut."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return rows
-
-
-def open_for_rows(path: Path) -> Any:
-    """The file, to append to, after the end of a row that was cut."""
-    file = path.open("a+")
-    file.seek(0)
-    if (text := file.read()) and not text.endswith("\n"):
-        file.write("\n")
-    return file
 
 
 def reason(row: dict[str, Any]) -> str:
@@ -260,7 +243,7 @@ def main() -> int:
         command.add_argument("--failures", type=int, default=40, help="the number of failures to print")
     args = parser.parse_args()
     if args.suite == "table":
-        for row in table(read(args.rows)):
+        for row in table(jsonl.read(args.rows)):
             print(json.dumps(row))
         return 0
     return 1 if run(args) else 0

@@ -61,16 +61,7 @@ def is_candidate(p: Problem) -> bool:
 
 def with_splits(count: int) -> Kernel:
     """The kernel with a fixed number of splits."""
-    first, last = SPLIT.then
-    numbers = {"splits": lambda p, t: count}
-    return replace(
-        SPLIT,
-        macros_of=lambda p, t: {"SPLIT_KEYS": int(count > 1), "PACK_GQA": int(SPEC["packs"](p, t))},
-        grid=lambda p, t: (min(SPEC["work_tiles"](p, t) * count, t.BLOCKS), 1, 1),
-        scratch={"partials": lambda p, t: ((p.batches * p.H * p.Sq * count * (p.Dv + 2) if count > 1 else 0), 0)},
-        numbers=numbers,
-        then=(first, replace(last, grid=lambda p, t: (p.Sq if count > 1 else 0, p.H, p.batches), numbers=numbers)),
-    )
+    return replace(SPLIT, **SPEC["fields_of_splits"](SPLIT.name, lambda p, t: count))
 
 
 def contenders(p: Problem, variants: bool) -> dict[str, tuple[Kernel, Tile | None]]:
