@@ -1,6 +1,7 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
 from .core.dtypes import ITEMSIZE
+from .core.estimates import decode_us, keys_of_row, wgmma_us
 from .core.kernel import COMPUTATIONS, HOPPER_SMS, ROW_INDEPENDENT, Arch, BoxRows, Computation, Dim3, Entry, Kernel
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
@@ -30,7 +31,10 @@ __all__ = [
     "Tensor",
     "Tile",
     "cdiv",
+    "decode_us",
+    "keys_of_row",
     "normalise_causal",
     "unsupported_by_cp_async",
     "unsupported_by_wgmma",
+    "wgmma_us",
 ]

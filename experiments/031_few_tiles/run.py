@@ -3,7 +3,7 @@
 python experiments/031_few_tiles/run.py measure [--seed 80] [--variants]      needs a GPU; replaces the rows
 python experiments/031_few_tiles/run.py table      writes the table in README.md
 
---variants: also other tiles and numbers of splits, to fit the constants of the estimates in kernels_cu/fwd_wgmma.py.
+--variants: also other tiles and numbers of splits, to fit the constants of the estimates in sandbox/core/estimates.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ __all__ = [
     "block_map",
     "dtypes",
     "errors",
+    "estimates",
     "files",
     "interrupts",
     "jsonl",
