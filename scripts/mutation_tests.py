@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class Selection:
             running = set().union(*lines.values())
         own = self._in_folders([Path(mutation.file).parts[1]])
         if not lines:
+            if Path(mutation.file).parent == Path("sandbox"):  # what every folder imports
+                return self._sorted(self.tests)
             word = Path(mutation.file).stem.partition("_")[0]
             named = {test for test in own if Path(test.partition("::")[0]).stem.startswith(f"test_{word}")}
             others = self._in_folders(importers_of(mutation.file)) - own
@@ -98,7 +101,7 @@ class Selection:
 
 
 def importers_of(file: str) -> list[str]:
-    """The other folders of `sandbox/` with a file that imports this module."""
+    """The other folders of `sandbox/` with a file that imports this module of a folder."""
     _, folder, *_, name = Path(file).with_suffix("").parts
     imports = re.compile(rf"^\s*from \.\.+{folder}(?:\.{name} import|\b.*\b{name}\b)", re.MULTILINE)
     files = sorted((ROOT / "sandbox").glob("*/**/*.py"))
@@ -109,11 +112,14 @@ def importers_of(file: str) -> list[str]:
 def kernels_of(file: str) -> list[str]:
     """The kernels whose source is, or includes, this file, or whose spec it is."""
     path = (ROOT / file).with_suffix(".cu") if file.endswith(".py") else ROOT / file
-    return [
-        name
-        for name, kernel in registry.kernels().items()
-        if path in sources.included_files(kernel.source, build.searched(kernel.source))[0]
-    ]
+    return [name for name in registry.kernels() if path in _files_of(name)]
+
+
+@cache
+def _files_of(name: str) -> frozenset[Path]:
+    """The source of a kernel and what it includes."""
+    source = registry.kernels()[name].source
+    return frozenset(sources.included_files(source, build.searched(source))[0])
 
 
 def selection(root: Path, environment: dict[str, str]) -> Selection:

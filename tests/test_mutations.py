@@ -147,6 +147,15 @@ def test_folders_that_import_a_module() -> None:
     assert "core" not in mutation_tests.importers_of("sandbox/core/picture.py")
 
 
+def test_every_file_has_tests() -> None:
+    """Also without the records of `make coverage`, and in folders that no other one imports."""
+    folders = [path.name for path in (mutation.ROOT / "tests").iterdir() if path.is_dir()]
+    chosen = mutation_tests.Selection(tuple(f"tests/{folder}/test_x.py::test_y" for folder in folders))
+    files = [name for name in mutants.project_files() if mutants.group_of(name) and (ROOT / name).read_text()]
+    assert {"sandbox/__init__.py", "kernels_cu/fwd_mma.py"} <= {*files}
+    assert [file for file in files if not chosen.of(at(file, 1), 100)[1]] == []
+
+
 def test_names_in_the_junit_file(tmp_path: Path) -> None:
     tests = ("tests/a/test_b.py::TestC::test_d[x::y.py-1]", "tests/a/test_b.py::test_e")
     launches = '<properties><property name="launches" value="one two"/></properties>'
