@@ -169,7 +169,9 @@ class Examiner:
         self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._copies = [Copy(folder / str(n), names) for n in range(options.jobs)]
         first = self._copies[0]
-        self._selection = mutation_tests.selection(first.root, first.environment(self._tier))
+        self._selection = mutation_tests.Selection(())  # written mutations name their tests
+        if not options.written:
+            self._selection = mutation_tests.selection(first.root, first.environment(self._tier))
         for copy in self._copies:
             self._free.put(copy)
 
