@@ -459,9 +459,10 @@ def wrong_lse(w: Weights) -> Cause | None:
     some = np.isfinite(w.expected_lse)
     got, ref = w.lse[some], w.expected_lse[some]
     wrong = ~(abs(got - ref) < 0.01)
+    first = int(np.nonzero(some)[0][wrong][0])
     head = "O is correct, only LSE is wrong"
     if not np.isfinite(got[wrong]).all():
-        return Cause(f"{head}: it is not written, or not finite, from row {int(np.nonzero(wrong)[0][0])}", LSE)
+        return Cause(f"{head}: it is not written, or not finite, from row {first}", LSE)
     top = np.where(w.seen, w.scores, -np.inf).max(axis=1)[some]
     for name, values in (
         ("the row maximum m without log(l)", top),
@@ -478,12 +479,7 @@ def wrong_lse(w: Weights) -> Cause | None:
     ]
     if near:
         return Cause(f"{head}: rows have the LSE of other rows, {near[0]} apart", LSE)
-    share = wrong.mean()
-    return Cause(
-        f"{head}, in {share:.0%} of the rows, first row {int(np.nonzero(wrong)[0][0])}: the final "
-        "logarithm or its store",
-        LSE,
-    )
+    return Cause(f"{head}, in {wrong.mean():.0%} of the rows, first row {first}: the final logarithm or its store", LSE)
 
 
 EXP = r"fmaxf|max\(|shift|update_max|raise_max|lane_max|exp2?f?\("

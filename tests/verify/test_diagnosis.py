@@ -162,6 +162,17 @@ def test_a_wrong_mask(shift: int, said: str) -> None:
     assert said in found.what
 
 
+@pytest.mark.parametrize(("wrong", "said"), [(np.nan, "not finite, from row 40"), (9.0, "first row 40")])
+def test_the_first_row_with_a_wrong_lse(wrong: float, said: str) -> None:
+    """Rows before it that see no key count, too: here the first 32."""
+    w = correct(Sk=32, causal=True)
+    lse = w.lse.copy()
+    lse[40::5] = wrong
+    found = cause_of(w._replace(lse=lse))
+    assert found
+    assert said in found.what
+
+
 def test_no_cause_is_claimed_for_noise() -> None:
     """Wrong in another way than any cause: at most the half of the kernel is named."""
     w, rng = correct(), np.random.default_rng(2)
