@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ..core import score_errors
+from ..core import atomic, score_errors
 from ..core.errors import CompileError
 from ..core.problem import Problem
 from ..core.score import Score
@@ -25,13 +23,10 @@ def folders(problem: Problem) -> tuple[Path, ...]:
     if problem.score is None:
         return ()
     folder = cache.directory() / "snippets" / f"{digest(problem.score):012x}"
-    file, text = folder / HEADER, header(problem.score)
-    if not file.exists() or file.read_text() != text:
+    file, content = folder / HEADER, header(problem.score).encode()
+    if not file.exists() or file.read_bytes() != content:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, staged = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
-        os.replace(staged, file)  # atomic: concurrent readers see a complete file
+        atomic.replace(file, content)  # another process may compile it
     return (folder,)
 
 
