@@ -154,7 +154,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     home = views["q"].device  # where the arrays are
     device = launch_device(home, options.backend)  # where the kernel runs
-    packed = device == home and _packable(problem, views)
+    packed = computes == "forward" and device == home and _packable(problem, views)
     if packed:
         problem = dataclasses.replace(problem, H=problem.Hk, Sq=problem.group, causal=False)
     kernel = _kernel(computes, problem, pipeline.arch_of(device), options)

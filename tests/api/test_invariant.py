@@ -289,6 +289,17 @@ def test_backward(name: str) -> None:
         assert torch.equal(x[entry], y)
 
 
+def test_backward_of_one_query() -> None:
+    """Only a forward packs the heads of a group into one tile."""
+    s = Sequences((N,), 4, 2, 64, "cpu", torch.bfloat16)
+    q, k, v = s.of(0, N - 1, N)
+    out, lse = sandbox.attention_forward(q, k, v, invariant=True)
+    arrays = torch.ones_like(out), q, k, v, out, lse
+    found = sandbox.attention_backward(*arrays, invariant=True)
+    for x, y in zip(found, sandbox.attention_backward(*arrays, deterministic=True), strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
 def test_every_option_is_in_the_test_of_the_backward() -> None:
     forward_only = {"ragged", "page_size", "kv_dtype", "descale"}  # or, for ragged, another function
     tested = {key for options in BACKWARD_OPTIONS.values() for key in options}
