@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import sandbox
+from sandbox.api import plan
 from sandbox.bench import environment
 from sandbox.bench.ladder import write_table
 from sandbox.bench.rows import read_rows
@@ -75,11 +76,10 @@ def calls(p: Problem, grid: str) -> dict[str, Callable[[], object]]:
 
 
 def load(p: Problem, grid: str, invariant: bool) -> None:
-    """Compiles and loads the kernel of a call. With one query its problem is that of sandbox/api/plan.py: the heads of
-    a group are queries."""
+    """Compiles and loads the kernel of a call."""
     p, device = replace(p, invariant=invariant), ("cuda", 0)
-    if invariant and p.Sq == 1 and p.group > 1:
-        p = replace(p, H=p.Hk, Sq=p.group, causal=False)
+    if grid != "backward":
+        p = plan.with_packed_heads(p)
     computes, deterministic = ("backward", not invariant) if grid == "backward" else ("forward", False)
     try:
         kernel = choose.choose_kernel(p, computes, pipeline.arch_of(device), deterministic)

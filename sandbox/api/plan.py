@@ -154,9 +154,10 @@ def _plan(
 ) -> Plan:  # fmt: skip
     home = views["q"].device  # where the arrays are
     device = launch_device(home, options.backend)  # where the kernel runs
-    packed = computes == "forward" and device == home and _packable(problem, views)
-    if packed:
-        problem = dataclasses.replace(problem, H=problem.Hk, Sq=problem.group, causal=False)
+    unpacked = problem
+    if computes == "forward" and device == home and views["q"].strides[1] > 0:
+        problem = with_packed_heads(problem)
+    packed = problem is not unpacked
     kernel = _kernel(computes, problem, pipeline.arch_of(device), options)
     tile = pipeline.tile_on(device, kernel, problem, pipeline.as_tile(options.tile), tuned=True)
     to_caller = library.to_caller(like)
@@ -199,12 +200,14 @@ def _plan(
     return _converting_plan(plan, to_caller) if to_caller else plan
 
 
-def _packable(p: Problem, views: Mapping[str, ArrayView]) -> bool:
-    """Whether the heads of a group are passed as queries of one head, so that each key is read once for all of them
-    (packed GQA): with `invariant`, one query, and options that do not depend on its head or row. Without `invariant`
-    kernels for decoding are chosen, which pack the heads themselves."""
+def with_packed_heads(p: Problem) -> Problem:
+    """The problem of a forward's launch: with `invariant`, one query, and options that do not depend on its head or
+    row, the heads of a group are queries of one head (packed GQA), so that each key is read once for all of them.
+    Otherwise `p`: without `invariant` kernels for decoding are chosen, which pack the heads themselves."""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
-    return p.invariant and p.Sq == 1 and p.group > 1 and alike and not p.ragged and views["q"].strides[1] > 0
+    if not (p.invariant and p.Sq == 1 and p.group > 1 and alike) or p.ragged:
+        return p
+    return dataclasses.replace(p, H=p.Hk, Sq=p.group, causal=False)
 
 
 def _packed(view: ArrayView, p: Problem) -> ArrayView:
