@@ -188,7 +188,7 @@ def test_a_survivor_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     in_folder(tmp_path, monkeypatch)
-    options = argparse.Namespace(tier="test", seconds=10.0, jobs=2, seed=0)
+    options = argparse.Namespace(tier="test", seconds=10.0, jobs=2, seed=0, written=False)
     examiner = mutants.Examiner(tmp_path / "copies", list(files), options)
     change = mutation.Change("arithmetic", 6, "1 + 1", "1 + 2")
     wanted = [
@@ -235,7 +235,7 @@ def test_parameters_that_a_mutation_removes(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     in_folder(tmp_path, monkeypatch)
-    options = argparse.Namespace(tier="test", seconds=10.0, jobs=1, seed=0)
+    options = argparse.Namespace(tier="test", seconds=10.0, jobs=1, seed=0, written=False)
     examiner = mutants.Examiner(tmp_path / "copies", list(files), options)
     changes = (mutation.Change("names", 8, "'a'", "'c'"), mutation.Change("names", 0, "NAMES", "OTHER"))
     parameter, module = (mutation.of("sandbox/core/__init__.py", "NAMES = 'a', 'b'\n", each) for each in changes)
