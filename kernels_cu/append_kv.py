@@ -32,6 +32,8 @@ def operation_for(pages: str = "") -> Operation:
     """`pages`: the dtype of the pages, by default that of the new rows, whose values are then copied exactly."""
     cache = {name: Tensor("pages", "Hk", "page_rows", d, dtype=pages, strided=True, aligned=False)
              for name, d in (("k_pages", "D"), ("v_pages", "Dv"))}  # fmt: skip
+    # B sequences, k_new of N entries with n rows: N = B, or with cu_seqlens N = 1. offsets: B + 1, or 0 without
+    # cu_seqlens; table_rows: B, or 0 without block_table.
     return Operation(
         dims=("B", "N", "n", "offsets", "table_rows", "max_pages", "pages", "page_rows", "Hk", "D", "Dv"),
         inputs={

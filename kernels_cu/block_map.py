@@ -4,8 +4,8 @@ from sandbox.spec import Dim3, Kernel, Problem, Tile, cdiv
 
 
 def grid(p: Problem, t: Tile) -> Dim3:
-    """One block per word of SOME_VISIBLE bits of a row of the map, or of two rows if the map has pair bits; none if no
-    map is needed."""
+    """One block per word of SOME_VISIBLE bits of a row of the map, or of two rows if the map has element bits; none if
+    no map is needed."""
     B, H, rows, row_words = p.block_map
     words = 4 * cdiv(p.Sk, 4 * t.BLOCK_N)
     return cdiv(rows, 2 if row_words > 2 * words else 1) * words, H, B
@@ -15,7 +15,7 @@ kernel = Kernel(
     name="block_map",
     computes="block_map",
     rung=1,
-    summary="block sparsity: which tiles a mask or a condition leaves partly or fully visible",
+    summary="block sparsity: which tiles a mask tensor or mask_mod leaves partly or fully visible",
     dtypes=("float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(7, 5),
     float8_keys=True,  # it reads no keys

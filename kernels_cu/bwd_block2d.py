@@ -3,11 +3,12 @@
 from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv
 
 
-def smem_bytes(p: Problem, t: Tile, owned: int, other: int) -> int:
-    """Tiles of both pairs of tensors, and P: fp32, rows padded by four words."""
+def smem_bytes(p: Problem, t: Tile, own_rows: int, other_rows: int) -> int:
+    """Q and dO, K and V, and P: fp32, rows padded by four words. `own_rows`: of the tile that the block keeps (keys;
+    for bwd_block2d_dq queries); `other_rows`: of the tiles that it loops over."""
     step = 4 * t.THREADS_X
     pitches = cdiv(p.D, step) * step + cdiv(p.Dv, step) * step + 8
-    return 4 * ((owned + other) * pitches + owned * (other + 4))
+    return 4 * ((own_rows + other_rows) * pitches + own_rows * (other_rows + 4))
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:

@@ -4,7 +4,8 @@ from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, unsupported_by_cp_a
 
 
 def columns(width: int, t: Tile) -> int:
-    """D_PAD or DV_PAD: a power of two that the warps of a group, and of rows of dQ, divide into whole MMA steps."""
+    """D_PAD or DV_PAD: a power of two, at least 16 columns for each of the warps that share keys (KEY_WARPS), and of
+    those that share rows of dQ (DQ_COL_WARPS)."""
     minimum = max(width, 16 * (t.WARPS * 32 // t.BLOCK_N), 16 * (t.WARPS * 32 // t.BLOCK_M))
     return 1 << (minimum - 1).bit_length()
 
@@ -31,7 +32,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rows = 32 * t.WARPS  # a warp has 32 keys, and 32 rows of dQ
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
         return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide 32 * WARPS={rows}; BLOCK_M is at most 128"
-    share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * smem_bytes(p, t), max(p.D, p.Dv)
+    share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * (smem_bytes(p, t) + 1024), max(p.D, p.Dv)
     rules = (
         (
             t.BLOCK_M // share % 16 == 0,
@@ -42,7 +43,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"D={widest} is not supported: {share} warps have 64 columns of dK and dV each; use a smaller BLOCK_N",
         ),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
-        (smem <= 232448, f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 232448"),
+        (
+            smem <= 233472,  # of an SM; 1024 bytes of each block are reserved
+            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 233472",
+        ),
     )
     return next((reason for holds, reason in rules if not holds), None)
 

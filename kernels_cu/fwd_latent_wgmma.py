@@ -14,7 +14,8 @@ def slabs(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Stages of half a V; stages of the rest of K; P twice, Q, factors, m and l; mbarriers."""
+    """Stages of half a V; stages of the rest of K; P twice, the slabs of Q that are not in registers (Q_SLABS are),
+    factors, m and l; mbarriers."""
     slab, rest_stages, (V, K) = 8192, 2, slabs(p)
     tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
     return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
@@ -69,7 +70,7 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """The requirements of tensor maps and wgmma; options that read elements need more registers."""
+    """The requirements of tensor maps and wgmma; no options but those in OPTIONS."""
     if others := p.options - OPTIONS:
         found = f"{' and '.join(sorted(others))} {'are' if len(others) > 1 else 'is'}"
         return f"{found} not supported with latent attention: only causal, window, sink, key_lengths and pages are"

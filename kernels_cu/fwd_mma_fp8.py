@@ -22,7 +22,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
-    rows, smem = t.BLOCK_M // t.WARPS, t.MIN_BLOCKS * smem_bytes(p, t)
+    rows, smem = t.BLOCK_M // t.WARPS, t.MIN_BLOCKS * (smem_bytes(p, t) + 1024)
     accumulators = rows * (p.Dv + t.SUB_N + t.SUB_N // 4) // 32
     rules = (
         (
@@ -39,9 +39,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             ),
         ),
         (
-            smem <= 101376 or (arch is not None and arch[0] in (9, 10) and smem <= 232448) or arch is None,
+            # of an SM; 1024 bytes of each block are reserved
+            smem <= 102400 or (arch is not None and arch[0] in (9, 10) and smem <= 233472) or arch is None,
             f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has "
-            + ("232448" if arch and arch[0] in (9, 10) else "101376"),
+            + ("233472" if arch and arch[0] in (9, 10) else "102400"),
         ),
     )
     return next((reason for holds, reason in rules if not holds), None)

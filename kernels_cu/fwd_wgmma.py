@@ -363,8 +363,8 @@ LEAST_KEYS = 512  # of a split
 
 @lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
 def best_splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile: the number with the lowest estimate of up to 40, at most
-    two waves of blocks."""
+    """Blocks that share the keys of a work tile: of up to 40 numbers that are tried, with at least LEAST_KEYS keys per
+    split and at most two waves of blocks, the one with the lowest estimate."""
     most = min(keys_of_row(p) // LEAST_KEYS, 2 * t.BLOCKS // max(work_tiles(p, t), 1))
     tried = range(1, max(1, most) + 1, 1 + most // 40)
     return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))

@@ -39,7 +39,7 @@ def fits_three_consumers(p: Problem) -> bool:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why a tile is not supported: registers of a warpgroup, or shared memory of an SM."""
+    """Why a tile is not supported: registers of a warpgroup, or shared memory of a block."""
     consumers, smem = t.BLOCK_M // 64, smem_bytes(p, t)
     registers, most = p.Dv // 2 + t.BLOCK_N // 2, 128 if consumers == 3 else 192
     rules = (
@@ -52,8 +52,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             t.STAGES >= 2 or consumers == 1,
             (
-                f"STAGES={t.STAGES} must be at least 2 with BLOCK_M={t.BLOCK_M}: a turn has P V of a key tile and Q "
-                "K^T of the next one"
+                f"STAGES={t.STAGES} must be at least 2 with BLOCK_M={t.BLOCK_M}: a consumer issues P V of a key "
+                "tile and Q K^T of the next one together"
             ),
         ),
         (

@@ -284,7 +284,7 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
 def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
     """Raises LaunchError for contents of host arrays that the CPU backend rejects: cu_seqlens that do not match q or k,
     sequences longer than max_seqlen, pages that do not exist. The kernels check the same, but their messages name no
-    value. `arrays`: by their names in the public functions, q, k and v transposed."""
+    value. `arrays`: by their names in the public functions; of q, k and v only the names are used."""
     for which, name, rows in zip("qk", CU_SEQLENS, p.rows, strict=True):
         if name in arrays:
             _check_offsets(name, argument_name(which, arrays), host_array(arrays[name]), rows)

@@ -38,17 +38,17 @@ def words_for(p: Problem) -> int:
     return 4 * cdiv(p.Sk, 4 * WORD_KEYS)
 
 
-def by_pair(p: Problem) -> bool:
-    """Whether the map also has one bit per (query, key): only for `mask`, which takes more memory itself (a byte per
-    pair, unless it broadcasts), and not with a mask in `score`. That may have no tensor: a bit per pair would take
-    memory that the caller does not expect."""
+def has_element_bits(p: Problem) -> bool:
+    """Whether the map also has one bit per (query, key): only for a `mask` that varies along the keys and takes more
+    memory itself (a byte per element, unless it broadcasts), and not with a mask in `score`. That may have no tensor: a
+    bit per element would take memory that the caller does not expect."""
     return len(p.mask) == 4 and p.mask[3] > 1 and not (p.score and p.score.hides)
 
 
 def shape_for(p: Problem) -> tuple[int, int, int, int]:
     """(B, H, rows of 64 queries, words). B, H or rows is 1 if neither `mask` nor the mask of `score` varies along it.
     Zeros if there is neither, and for a ragged or paged batch. Words: `words_for` of bits SOME_VISIBLE, as many of
-    FULLY_VISIBLE, and if `by_pair` 64 rows of one bit per key."""
+    FULLY_VISIBLE, and if `has_element_bits` 64 rows of one bit per key."""
     named = p.score.named_by_mask if p.score and p.score.hides else set()
     if p.ragged or p.page_size or not (p.mask or named):
         return 0, 0, 0, 0
@@ -58,4 +58,4 @@ def shape_for(p: Problem) -> tuple[int, int, int, int]:
     varies[2] |= "i" in named
     sizes = p.B, p.H, cdiv(p.Sq, ROWS)
     B, H, rows = (n if v else min(n, 1) for n, v in zip(sizes, varies, strict=True))
-    return B, H, rows, words_for(p) * (2 + (ROWS * WORD_KEYS // 32 if by_pair(p) else 0))
+    return B, H, rows, words_for(p) * (2 + (ROWS * WORD_KEYS // 32 if has_element_bits(p) else 0))

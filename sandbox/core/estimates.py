@@ -1,5 +1,5 @@
 """Estimated times of forward kernels, by which specs choose between tiles, splits and kernels. The constants are fitted
-to times on an H200 (experiments/031_few_tiles; the mean error on other problems is 12%).
+to times on an H200 (experiments/031_few_tiles; on other problems the mean error for fwd_wgmma_split is 12%).
 """
 
 from __future__ import annotations

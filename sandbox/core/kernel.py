@@ -22,7 +22,7 @@ Dim3 = tuple[int, int, int]
 
 
 class Computation(NamedTuple):
-    """One of attention's operations: the tensors that its kernels read and write, by their names in `args`."""
+    """One of attention's computations: the tensors that its kernels read and write, by their names in `args`."""
 
     name: str
     reads: tuple[str, ...]
@@ -60,8 +60,8 @@ ROW_INDEPENDENT = tuple(name for name in INVARIANCES if name not in ("SMs", "spl
 
 
 class BoxRows(NamedTuple):
-    """A tensor map of an operation's matrix, (rows, columns) in 16 bits: one TMA copy moves `rows(tile)` rows of 64
-    columns (include/swizzle.cuh)."""
+    """A tensor map of an operation's matrix (rows, columns) with 16-bit elements: one TMA copy moves `rows(tile)` rows
+    of 64 columns (include/swizzle.cuh)."""
 
     tensor: str
     rows: Callable[[Tile], int]
@@ -108,7 +108,8 @@ class Kernel(Entry):
     dtypes: tuple[str, ...]
     min_arch: Arch = (7, 5)
     tiles: tuple[Tile, ...] = (Tile(),)
-    """Best first; a tile that `tune` stored for the GPU and problem class precedes them."""
+    """In the order in which they are tried; with a `rank`, this is the order of tiles of equal rank. A tile that `tune`
+    stored for the GPU and problem class precedes them."""
     space: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)  # values that `tune` tries
     then: tuple[Entry, ...] = ()
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)  # additional, if kernels share a `.cu`
@@ -145,7 +146,8 @@ class Kernel(Entry):
     kernel computes them."""
     preference: int = 0  # among kernels of one rung: `attention` tries the largest first
     first_for: Callable[[Problem], bool] = lambda problem: False
-    """Problems for which it is faster than higher rungs, as measured: `attention` tries it before them."""
+    """Problems for which it is faster than the other kernels, as measured or estimated: `attention` tries it before
+    them."""
     arch_suffix: str = ""  # "a": compiled for sm_90a, with architecture-specific instructions
     source: Path = Path()
 
@@ -202,7 +204,7 @@ class Kernel(Entry):
 
     @property
     def custom(self) -> bool:
-        """Whether it computes an Operation, not one of attention's."""
+        """Whether it computes an Operation, not one of attention's computations."""
         return isinstance(self.computes, Operation)
 
     @property
@@ -278,7 +280,8 @@ class Kernel(Entry):
         return None
 
     def adapted(self, problem: Problem) -> Problem:
-        """`problem` for this kernel: with v as a view of k if the kernel supports latent attention only."""
+        """`problem` for this kernel: with v as a view of k, at most as wide as the kernel supports, if it supports only
+        latent attention."""
         if not self.latent or problem.latent or problem.Dv > problem.D:
             return problem
         return replace(problem, latent=True, Dv=min(problem.Dv, self.max_Dv or self.max_D))

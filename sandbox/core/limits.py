@@ -1,4 +1,4 @@
-"""The largest numbers of rows, heads and pages, and the largest head dimension, that kernels support."""
+"""The largest numbers of rows, heads and pages that kernels support, and the largest head dimension of a backward."""
 
 from __future__ import annotations
 

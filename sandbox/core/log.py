@@ -32,7 +32,7 @@ def configure(knob: str) -> None:
 
 
 def warn(message: str) -> None:
-    """A warning. Without a handler Python prints the message alone: it then names the program."""
+    """A warning. Without a handler Python prints the message alone, so it begins with the program's name."""
     logger.warning("%s%s", "" if logger.hasHandlers() else "sandbox: ", message)
 
 

@@ -259,5 +259,5 @@ class Operation:
         return sum(tensor.nbytes(problem) for tensor in (*self.inputs.values(), *self.outputs.values()))
 
     def flops_of(self, problem: OperationProblem) -> int:
-        """Operations of one call; 0 if the spec does not say."""
+        """Floating-point operations of one call; 0 if the spec does not say."""
         return self.flops(problem) if self.flops else 0

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .block_map import by_pair
+from .block_map import has_element_bits
 from .dtypes import described_descale
 from .errors import SpecError
 from .normalise import FLOAT32_NORMAL, FLOAT32_OVERFLOW, Window, normalise_window, number
@@ -387,7 +387,8 @@ OPTIONS: tuple[Option, ...] = (
         text=lambda p: described_descale(p.descale) if p.descale else "",
     ),
     Option(
-        name="block_map", macro="BLOCK_MAP", level=lambda p: (2 if by_pair(p) else 1) if p.has_block_map else 0,
+        name="block_map", macro="BLOCK_MAP",
+        level=lambda p: (2 if has_element_bits(p) else 1) if p.has_block_map else 0,
         tensors=lambda p: _tensor("block_map", p.block_map if p.has_block_map else (), "bhi"),
     ),
     Option(
@@ -406,8 +407,8 @@ BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 # Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
-# Options that depend neither on the query head nor on the query row: with no others, the query heads of a group can be
-# computed as query rows of one head if Sq is 1 (packed GQA).
+# Options that depend neither on the query head nor on the query row: with no others, the query heads of a group can
+# share a tile (packed GQA: `with_packed_heads` in api/plan.py for one query, `may_pack` in fwd_wgmma.py for up to 128).
 SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 _FIRST = (  # stored results have texts in this order
@@ -427,8 +428,8 @@ SHOWN = shown(OPTIONS)
 
 
 def check_products(scale: float, softcap: float, descale: Sequence[float]) -> None:
-    """Raises SpecError if a factor that kernels compute overflows or underflows in float32: scale * descale of q *
-    descale of k, or this divided by softcap."""
+    """Raises SpecError if scale * descale of q * descale of k overflows in float32; with a softcap, also if the
+    softcap, its reciprocal, or this factor (unless 0) divided by softcap is not a normal number of float32."""
     factor = scale * math.prod(descale)
     if not abs(factor) < FLOAT32_OVERFLOW:
         raise SpecError(
@@ -450,7 +451,7 @@ def check_products(scale: float, softcap: float, descale: Sequence[float]) -> No
 
 
 def macros(problem: Problem) -> dict[str, int]:
-    """The macros that the options of a problem define."""
+    """The macros for the options of a problem, for Dv if it differs from D, and for `part`."""
     found = {option.macro: int(option.level(problem)) for option in OPTIONS if option.macro}
     used = {name: value for name, value in found.items() if value}
     if used:

@@ -274,9 +274,9 @@ class Problem:
         return tuple(part(*pair) for pair in self.lengths)
 
     def one_entry(self, size: int = 0) -> Problem:
-        """A dense problem of one batch entry with the same dtypes, head dimensions and options. With a `size`, it has
-        one head, `size` queries and `size` keys, and arrays of one element. With 0, heads, lengths and arrays stay,
-        except for B."""
+        """A dense problem of one batch entry with the same dtypes, head dimensions and score options except
+        key_lengths. With a `size`, it has one head, `size` queries and `size` keys, and arrays of one element. With 0,
+        heads, Sq, Sk and the shapes of arrays stay, except for B."""
         sizes = dict.fromkeys("bhij" if size else "b", 1)
         fields: dict[str, Any] = {"ragged": (), "lengths": (), "page_size": 0, "pages": 0, "key_lengths": False}
         fields |= {

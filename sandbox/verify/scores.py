@@ -191,7 +191,7 @@ def visible_keys(p: Problem, inputs: Mapping[str, Array]) -> Array:
 
 def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
     """The reference of "block_map" kernels; include/block_map.cuh has the format. A tile of 64 rows and 128 keys that
-    is out of the rows' range, or beyond the key length, is marked as both hidden and fully visible. The pair bits of
+    is out of the rows' range, or beyond the key length, is marked as both hidden and fully visible. The element bits of
     tiles for which the kernel writes none are 1."""
     (B, H, rows, _), words = p.block_map, block_maps.words_for(p)
     hides = bool(p.score and p.score.hides)
@@ -202,7 +202,9 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
     )
     bits = np.zeros((B, H, rows, 2, 32 * words), np.bool_)
     bits[..., 1, :] = True
-    by_pair = np.zeros((B, H, rows, 64, 512 * words) if block_maps.by_pair(p) else (B, H, rows, 0), np.bool_)
+    element_bits = np.zeros(
+        (B, H, rows, 64, 512 * words) if block_maps.has_element_bits(p) else (B, H, rows, 0), np.bool_
+    )
     first, last = p.bounds
     by_rows = rows > 1 and (hides or not p.key_lengths)
     for b, h, row in np.ndindex(B, H, rows):
@@ -214,15 +216,17 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
             if begin < key // 128 * 128 + 128 and key // 128 * 128 < end:
                 pairs = left[b, h, m0 : m0 + 64, min(key, n - 1) : max(min(key, n - 1) + 1, min(key + 16, n))]
                 bits[b, h, row, :, key // 16] = pairs.any(), pairs.all()
-                if by_pair.size:
+                if element_bits.size:
                     ends = (0, 64 - pairs.shape[0]), (0, 16 - pairs.shape[1])
-                    by_pair[b, h, row, :, key : key + 16] = np.pad(pairs, ends, mode="edge")
-    if by_pair.size:  # kernels do not read pair bits of 512 keys that are fully visible, or hidden from a pair of rows
+                    element_bits[b, h, row, :, key : key + 16] = np.pad(pairs, ends, mode="edge")
+    if (
+        element_bits.size
+    ):  # kernels read no element bits of 512 keys that are fully visible, or hidden from a pair of rows
         some, holes = (x.reshape(B, H, rows, words, 32).any(-1) for x in (bits[..., 0, :], ~bits[..., 1, :]))
         either = np.repeat(np.logical_or.reduceat(some, range(0, rows, 2), axis=2), 2, axis=2)[:, :, :rows]
         unwritten = np.repeat(~(holes & either), 512, axis=-1)[..., None, :]
-        by_pair |= unwritten  # the poison value of outputs
-    both = np.concatenate([x.reshape(B, H, rows, math.prod(x.shape[3:])) for x in (bits, by_pair)], axis=-1)
+        element_bits |= unwritten  # the poison value of outputs
+    both = np.concatenate([x.reshape(B, H, rows, math.prod(x.shape[3:])) for x in (bits, element_bits)], axis=-1)
     return np.packbits(both, axis=-1, bitorder="little").view("<i4").reshape(p.block_map)
 
 
