@@ -7,7 +7,8 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -47,13 +48,16 @@ def top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+@cache
+def imports(tree: ast.AST) -> tuple[tuple[int, str, str], ...]:
     """(dots, module, imported name) of every import statement, also inside functions."""
+    found: list[tuple[int, str, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name, "") for alias in node.names)
+            found += ((0, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ((node.level, node.module or "", alias.name) for alias in node.names)
+            found += ((node.level, node.module or "", alias.name) for alias in node.names)
+    return tuple(found)
 
 
 def siblings(name: str, trees: Mapping[str, ast.AST] = TREES) -> set[str]:
@@ -79,7 +83,8 @@ def libraries(tree: ast.AST) -> set[str]:
     return {f"{module}.{imported}".strip(".") for dots, module, imported in imports(tree) if not dots}
 
 
-def strings(tree: ast.AST) -> Iterator[str]:
+@cache
+def strings(tree: ast.AST) -> tuple[str, ...]:
     """Every string in the code except docstrings."""
     prose = {
         id(node.body[0].value)
@@ -88,9 +93,8 @@ def strings(tree: ast.AST) -> Iterator[str]:
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            yield node.value
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose)
+    return tuple(node.value for node in nodes if isinstance(node.value, str))
 
 
 def test_every_module_is_in_a_known_folder() -> None:

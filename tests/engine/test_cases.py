@@ -129,7 +129,7 @@ def far_apart(x: Array, axis: int) -> Array:
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_offsets_beyond_32_bits(kernel: Kernel, axis: int) -> None:
     """Inputs with more than 2^31 elements between consecutive entries, heads or rows. Needs no GPU."""
     heads = (2, 2) if axis < 2 else (1, 1)  # slow: each row has its own memory page

@@ -184,7 +184,7 @@ def test_stored_choices(name: str) -> None:
     """The constants of the spec; then tile, grid, threads, shared memory and scratch for random problems on several
     GPUs, or why there are none; also of tiles that are requested, legal or not. Of most problems there is a hash."""
     kernel, draw, lines = ATTENTION[name], random.Random(name), []
-    for n in range(1500):
+    for n in range(900):
         problem, arch = (
             kernel.adapted(drawn_problem(draw, kernel.dtypes)),
             draw.choice((*ARCHS, *[kernel.min_arch or (8, 0)] * 5)),

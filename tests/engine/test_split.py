@@ -45,8 +45,9 @@ def splits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     SPEC["best_splits"].cache_clear()
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(3, marks=pytest.mark.sampled(5)), 132])
+@pytest.mark.parametrize("blocks", [pytest.param(3, marks=pytest.mark.sampled(10)), 132])
 @pytest.mark.parametrize(("inputs", "options"), CASES)
+@pytest.mark.sampled(2)
 def test_split_keys(inputs: str, options: dict[str, Any], blocks: int, device: Device) -> None:
     """More splits than key tiles, so some have none."""
     problem = dataclasses.replace(FEW, **options)

@@ -161,7 +161,7 @@ def test_a_block_beyond_the_launch_bounds_is_rejected(bound: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", registry.kernels())
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_launch_bounds_of_shipped_kernels(name: str) -> None:
     """The CPU backend parses the same bounds from the source as NVRTC."""
     kernel = registry.get(name)
