@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
 _GONE = re.compile(r"^ERROR: not found: .*?/(tests/.*)$", re.MULTILINE)
 _UNLOADED = re.compile(r"^ERROR: found no collectors for .*?/(tests/.*?\.py)", re.MULTILINE)
+_TIMEOUT = re.compile(r"^\++ Timeout \++$", re.MULTILINE)
+_HANGS = "a test did not end"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - |$)", re.MULTILINE)
 
 
@@ -114,18 +116,24 @@ class Copy:
         }
 
     def stop(self) -> None:
-        """End the running tests, with the processes that they started."""
-        if self._running is not None and self._running.poll() is None:
-            os.killpg(self._running.pid, signal.SIGKILL)
-            self._running.wait()
+        """End the running tests, with the processes that they started. Pytest may have ended before those."""
+        running, self._running = self._running, None
+        if running is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
 
-    def failure(self, tests: Sequence[str], environment: dict[str, str], limit: float) -> tuple[str, str] | None:
-        """(the first test that fails, pytest's output), or None if all pass. A run that hangs or crashes fails."""
+    def failure(
+        self, tests: Sequence[str], environment: dict[str, str], limit: float, timeout: float | None = None
+    ) -> tuple[str, str] | None:
+        """(the first test that fails, pytest's output), or None if all pass. A run that hangs or crashes fails.
+        `limit`: seconds of the run; `timeout`: of each test, by default the one in pyproject.toml."""
         chosen = self.root.parent / "tests.txt"
         chosen.write_text("\n".join(tests))
-        status, output = self._pytest(
-            shlex.split(tests[0]) if " -k " in tests[0] else [f"@{chosen}"], environment, limit
-        )
+        arguments = shlex.split(tests[0]) if " -k " in tests[0] else [f"@{chosen}"]
+        if timeout is not None:
+            arguments.append(f"--timeout={timeout:.0f}")
+        status, output = self._pytest(arguments, environment, limit)
         if status == 0:
             return None
         if status == 4 and (module := _UNLOADED.search(output)):
@@ -133,26 +141,28 @@ class Copy:
         if status == 4 and (gone := set(_GONE.findall(output))):  # tests with parameters that the mutation removes
             functions = {test.partition("[")[0] for test in gone}
             left = [test for test in tests if test.partition("[")[0] not in functions]
-            return self.failure(left, environment, limit) if left and len(left) < len(tests) else None
+            return self.failure(left, environment, limit, timeout) if left and len(left) < len(tests) else None
         if status > 2 and "while loading conftest" not in output:  # an argument that is wrong, or no test
             raise RuntimeError(f"pytest failed:\n{output[-2000:]}")
+        if output == _HANGS or _TIMEOUT.search(output):
+            return _HANGS, output
         found = _FAILED.search(output)
         return (found[1] if found else f"exit status {status}"), output
 
     def _pytest(self, arguments: Sequence[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
         """(exit status, output)"""
-        self._running = subprocess.Popen(
+        self._running = running = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *arguments],
             cwd=self.root, env=environment, start_new_session=True, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            output, _ = self._running.communicate(timeout=limit)
+            output, _ = running.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            return 1, "a test did not end"
+            return 1, _HANGS
         finally:
             self.stop()
-        return self._running.returncode, output
+        return running.returncode, output
 
 
 def does_not_compile(output: str) -> bool:
@@ -202,7 +212,8 @@ class Examiner:
         for tests in runs:
             while left := [test for test in tests if test not in self._unsound]:
                 with copy.broken(mutation):
-                    found = copy.failure(left, environment, 120 + 4 * self._budget)
+                    timeout = self._selection.timeout(left)
+                    found = copy.failure(left, environment, 120 + 4 * self._budget, timeout)
                 if found is None:
                     break
                 test, output = found

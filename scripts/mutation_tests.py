@@ -25,6 +25,7 @@ from sandbox.toolchain import sources
 DATA = ROOT / "build" / "coverage"
 TIMES = ROOT / "build" / "tests.xml"
 UNKNOWN = 0.5  # seconds of a test whose time is not recorded
+LEAST_TIMEOUT = 120.0  # seconds; a mutation's tests compile kernels that were in the cache when the times were recorded
 
 
 @dataclass
@@ -48,6 +49,13 @@ class Selection:
                 break
             chosen.append(test)
         return chosen, len(found)
+
+    def timeout(self, tests: Sequence[str]) -> float | None:
+        """Seconds after which one of these tests hangs: 20 times the recorded time of the slowest. None if a time is
+        not recorded."""
+        if not all(test in self.seconds for test in tests):
+            return None
+        return max(LEAST_TIMEOUT, 20 * max(self.seconds[test] for test in tests))
 
     def _sorted(self, tests: Iterable[str]) -> list[str]:
         """The cheapest test of each function, then the second of each, and so on: functions look for different faults,

@@ -8,6 +8,7 @@ import random
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,45 @@ def test_parameters_that_a_mutation_removes(tmp_path: Path, monkeypatch: pytest.
     assert (row["outcome"], row["tests"]) == ("survived", "3 of 3")
     row = examiner.row(module)
     assert (row["outcome"], row["test"]) == ("noticed", "tests/core/test_names.py cannot be imported")
+
+
+def test_a_mutation_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is noticed after a time that follows from the recorded ones, and leaves no process."""
+    source = "def count(n):\n    while n > 0:\n        n -= 1\n"
+    counting = "import os, sandbox.core; open('pid', 'w').write(str(os.getpid())); sandbox.core.count(3)"
+    files = {
+        "pyproject.toml": '[tool.pytest.ini_options]\ntimeout_method = "thread"\n',
+        "sandbox/__init__.py": "",
+        "sandbox/core/__init__.py": source,
+        "tests/core/test_count.py": (
+            "import subprocess\nimport sys\n\n"
+            f"def test_count():\n    subprocess.run([sys.executable, '-c', {counting!r}], check=True)\n"
+        ),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    in_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(mutation_tests, "LEAST_TIMEOUT", 5.0)
+    options = argparse.Namespace(tier="test", seconds=10.0, jobs=1, seed=0, written=False)
+    examiner = mutants.Examiner(tmp_path / "copies", list(files), options)
+    examiner._selection.seconds["tests/core/test_count.py::test_count"] = 0.1
+    change = mutation.Change("arithmetic", source.index("-="), "-=", "+=")
+    row = examiner.row(mutation.of("sandbox/core/__init__.py", source, change))
+    assert (row["outcome"], row["test"]) == ("noticed", "a test did not end")
+    assert row["seconds"] < 60
+    command = Path("/proc") / (tmp_path / "copies/0/project/pid").read_text() / "cmdline"
+    deadline = time.monotonic() + 20
+    while command.exists() and command.read_bytes():  # empty: it ended, and its parent did not ask
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_timeouts_of_mutations() -> None:
+    selection = mutation_tests.Selection((), {"a": 1.0, "b": 30.0})
+    assert selection.timeout(["a"]) == 120
+    assert selection.timeout(["a", "b"]) == 600
+    assert selection.timeout(["a", "c"]) is None
 
 
 def test_the_table_is_generated() -> None:
