@@ -193,10 +193,15 @@ nondeterministic = Kernel(
 )
 
 
+def mask_of(p: Problem) -> str:
+    """What has a block map, as text."""
+    return f"mask={p.mask}" if p.mask else "a Score with a mask"
+
+
 def supports_split_group(p: Problem, arch: Arch | None) -> str | None:
     """No block map: with it, the load warps spill."""
     if p.has_block_map:
-        return "mask= or a Score with a mask is not supported: registers would spill"
+        return f"{mask_of(p)} is not supported: registers would spill"
     return supports(p, arch)
 
 
@@ -272,7 +277,7 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
     """Also requires a mask of ranges, from which the kernel computes the order of additions to a dQ tile."""
     if p.has_block_map:
-        return "mask= or a Score with a mask is not supported: additions to dQ are ordered by key ranges"
+        return f"{mask_of(p)} is not supported: additions to dQ are ordered by key ranges"
     return supports(p, arch)
 
 

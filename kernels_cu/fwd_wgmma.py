@@ -375,11 +375,17 @@ def split_us(p: Problem, t: Tile) -> float:
     return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (0 if was_timed(p, t) else 1e9)
 
 
+def mask_of(p: Problem) -> str:
+    """What has a block map, as text."""
+    return f"mask={p.mask}" if p.mask else "a Score with a mask"
+
+
 def supports_split(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported: as for fwd_wgmma, and options with which key tile j does not begin at key
     j * BLOCK_N."""
     if p.bounds[0] is not None or p.has_block_map or p.alibi:
-        return "a left window bound, a block map or ALiBi is not supported: splits are ranges of ascending key tiles"
+        given = f"window={p.window}" if p.bounds[0] is not None else "alibi" if p.alibi else mask_of(p)
+        return f"{given} is not supported: splits are ranges of key tiles, ascending from the first"
     return supports(p, arch)
 
 

@@ -242,29 +242,38 @@ class Kernel(Entry):
         if getattr(problem, "operation", "") != (self.operation.name if self.custom else ""):
             return f"{self.name}: it computes {self.operation.name}: {problem} is a problem of another operation"
         if problem.dtype not in self.dtypes:
-            return f"{self.name}: dtype {problem.dtype} is not supported (convert to {' or '.join(self.dtypes)})"
+            dtypes = " or ".join(self.dtypes)
+            return f"{self.name}: dtype {problem.dtype} is not supported: it must be {dtypes} (convert the tensors)"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
             later = "and no other" if self.arch_suffix == "a" else "or later"
             return f"{self.name}: compute capability {have} is not supported: it needs {need} {later}"
-        forward_only = "forward only" if self.computes == "backward" else "not supported"
+        forward_only = "they are forward only" if self.computes == "backward" else ""
         if problem.kv_dtype and not self.float8_keys:
             keys = f"{problem.kv_dtype} keys with {problem.dtype} queries"
-            return f"{self.name}: {keys} are {forward_only} (convert k and v to {problem.dtype})"
+            why = forward_only or "k and v must have the dtype of q"
+            return f"{self.name}: {keys} are not supported: {why} (convert k and v to {problem.dtype})"
         if problem.float8_keys and arch is not None and arch < FLOAT8_ARCH:
+            tensors = "k and v" if problem.kv_dtype else "q, k and v"
             return (
                 f"{self.name}: {problem.dtype_of('K')} is not supported on compute capability {arch[0]}.{arch[1]}: it "
-                "needs 8.9 or later; convert q, k and v to bfloat16 and multiply them by their descale"
+                f"needs 8.9 or later (convert {tensors} to bfloat16 and multiply them by their descale)"
             )
         if problem.ragged and not self.ragged:
-            return f"{self.name}: ragged batches are not supported (call it once per sequence)"
+            return (
+                f"{self.name}: ragged batches are not supported: all batch entries must have the same Sq and Sk (call "
+                "it once per sequence)"
+            )
         if problem.page_size and not self.paged:
-            return f"{self.name}: paged keys are {forward_only} (gather the pages into contiguous k and v)"
+            return (
+                f"{self.name}: paged keys are not supported: {forward_only or 'the kernel reads no block table'} "
+                "(gather the pages into contiguous k and v)"
+            )
         if problem.invariant and self.invariant_tile is None and self.computes in ("forward", "backward"):
             return f"{self.name}: invariant=True is not supported: the bits of a row depend on the rest of the problem"
         if self.latent and not problem.latent:
             return (
-                f"{self.name}: only latent attention is supported, where v is the view k[..., :Dv] of k, not a copy or "
+                f"{self.name}: only latent attention is supported: v must be the view k[..., :Dv] of k, not a copy or "
                 "another view (pass v=k[..., :Dv])"
             )
         for name, width in problem.head_dims:
@@ -273,7 +282,7 @@ class Kernel(Entry):
                 dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
                 latent = self.computes == "forward" and width > 256 and not self.latent
                 latent = latent and not problem.latent and not problem.invariant
-                hint = " (latent attention with v=k[..., :Dv]: 576)" if latent else ""
+                hint = " (pass v=k[..., :Dv]: with latent attention D is at most 576)" if latent else ""
                 return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{hint}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"

@@ -207,10 +207,10 @@ def _choice(problem: Problem, computes: str, arch: Arch | None, deterministic: b
         return _first_candidate(problem, computes, arch, deterministic)
     kernel, said = _first_candidate(decisive, computes, arch, deterministic=True, named=problem)
     if reason := kernel.why_unsupported(problem, arch):
-        why = (
-            "with invariant=True the choice of the kernel must not depend on layouts and lengths: no other one is tried"
+        raise UnsupportedProblem(
+            f"{reason}. With invariant=True the choice of the kernel must not depend on layouts and lengths: no other "
+            "one is tried"
         )
-        raise UnsupportedProblem(f"{reason} ({why})")
     return kernel, said
 
 

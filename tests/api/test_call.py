@@ -219,7 +219,7 @@ def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.Monk
         (
             "matmul",
             [randn(8, 8), randn(8, 8)],
-            r"matmul: dtype float32 is not supported \(convert to float16 or bfloat16\)",
+            r"matmul: dtype float32 is not supported: it must be float16 or bfloat16 \(convert the tensors\)",
         ),
         ("matmul", [randn(8, 9, dtype="float16"), randn(9, 8, dtype="float16")], "K=9, N=8 are not supported: TMA"),
         ("fwd_minimal", [randn(8, 8)], "fwd_minimal computes attention's forward: use sandbox.attention$"),

@@ -386,12 +386,19 @@ def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("values", "arch", "message"),
     [
-        ({"dtype": "float32"}, None, "fwd_x: dtype float32 is not supported (convert to float16 or bfloat16)"),
+        (
+            {"dtype": "float32"},
+            None,
+            "fwd_x: dtype float32 is not supported: it must be float16 or bfloat16 (convert the tensors)",
+        ),
         ({"D": 129, "Sq": 1}, None, "fwd_x: D=129 is not supported: head dimensions are at most 128"),
         (
             {"D": 300, "Sq": 1},
             None,
-            "fwd_x: D=300 is not supported: head dimensions are at most 128 (latent attention with v=k[..., :Dv]: 576)",
+            (
+                "fwd_x: D=300 is not supported: head dimensions are at most 128 (pass v=k[..., :Dv]: with latent "
+                "attention D is at most 576)"
+            ),
         ),
         ({}, (7, 5), "fwd_x: compute capability 7.5 is not supported: it needs 8.0 or later"),
         ({"B": 5}, (9, 0), "fwd_x: no broadcast over B"),
@@ -412,10 +419,11 @@ def test_refusals_of_keys_that_are_forward_only() -> None:
     backward = registry.get("bwd_mma")
     of = partial(Problem, 1, 2, 4, 32, 64, dtype="float16")
     paged, of_8_bits = of(page_size=16), of(kv_dtype="float8_e4m3")
-    said = "bwd_mma: paged keys are forward only (gather the pages into contiguous k and v)"
+    said = "bwd_mma: paged keys are not supported: they are forward only (gather the pages into contiguous k and v)"
     assert backward.why_unsupported(paged) == said
     assert backward.why_unsupported(of_8_bits) == (
-        "bwd_mma: float8_e4m3 keys with float16 queries are forward only (convert k and v to float16)"
+        "bwd_mma: float8_e4m3 keys with float16 queries are not supported: they are forward only (convert k and v to "
+        "float16)"
     )
 
 

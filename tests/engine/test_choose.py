@@ -110,6 +110,7 @@ P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
         ("fwd_wgmma", HOPPER, {"mappable": False}, "by TMA (pass contiguous copies, or use fwd_mma)"),
         ("fwd_mma", HOPPER, {"D": 60, "Dv": 60}, "(pad D with zeros to 64, or use fwd_block2d)"),
         ("fwd_decode_wgmma", HOPPER, {"page_size": 16}, "into contiguous k and v, or use fwd_wgmma)"),
+        ("fwd_wgmma_split", HOPPER, {"window": (9, None)}, "ascending from the first (use fwd_wgmma)"),
         ("fwd_decode", HOPPER, {"invariant": True}, "on the rest of the problem (use fwd_wgmma_invariant)"),
         ("bwd_mma", (8, 0), {"invariant": True}, "on the rest of the problem (use bwd_block2d)"),
         (
@@ -119,9 +120,25 @@ P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
             "(call it once per sequence, or use bwd_wgmma; bwd_block2d is deterministic)",
         ),
         # No kernel supports these problems.
-        ("fwd_wgmma", (8, 0), {"dtype": "float8_e4m3"}, "is not supported (convert to float16 or bfloat16)"),
+        (
+            "fwd_minimal",
+            (8, 0),
+            {"dtype": "float8_e4m3"},
+            "(convert q, k and v to bfloat16 and multiply them by their descale)",
+        ),
+        (
+            "fwd_wgmma",
+            (8, 0),
+            {"dtype": "float8_e4m3"},
+            "it must be float16 or bfloat16 (convert the tensors)",
+        ),
         ("bwd_mma", HOPPER, {"page_size": 16}, "forward only (gather the pages into contiguous k and v)"),
-        ("fwd_mma", HOPPER, {"D": 300, "Dv": 300}, "(latent attention with v=k[..., :Dv]: 576)"),
+        (
+            "fwd_mma",
+            HOPPER,
+            {"D": 300, "Dv": 300},
+            "(pass v=k[..., :Dv]: with latent attention D is at most 576)",
+        ),
     ],
 )
 def test_refusals_name_the_kernel_that_would_be_chosen(

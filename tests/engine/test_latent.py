@@ -130,7 +130,7 @@ def test_selection() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"latent": False}, "v is the view k[..., :Dv] of k, not a copy or another view (pass v=k[..., :Dv]"),
+        ({"latent": False}, "v must be the view k[..., :Dv] of k, not a copy or another view (pass v=k[..., :Dv]"),
         ({"D": 640}, "D=640 is not supported: D is at most 576"),
         ({"Dv": 576}, "Dv=576 is not supported: Dv is at most 512"),
         ({"softcap": 3.0}, ": softcap is not supported with latent attention: only causal, window, sink, key"),
