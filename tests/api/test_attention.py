@@ -334,14 +334,16 @@ def test_threads(device: Device) -> None:
 
 
 def test_the_forward_allocates_out_and_lse_alone() -> None:
-    q, k, v = arrays(1, 4, 256, 64)
-    sandbox.attention_forward(q, k, v, kernel="fwd_minimal")  # what is kept for later calls
+    q, k, v = arrays(1, 64, 256, 16, Sk=32)
+    for _ in range(2):  # what is kept for later calls
+        sandbox.attention_forward(q, k, v, kernel="fwd_minimal")
     tracemalloc.start()
     out, lse = sandbox.attention_forward(q, k, v, kernel="fwd_minimal")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    others = min(x.nbytes for x in (q, k, v, out, lse)) // 2  # Python's small objects and coverage's, but no array
     results = out.nbytes + lse.nbytes
-    assert results <= peak <= results + 8192  # and Python's own small objects
+    assert results <= peak <= results + others
 
 
 @pytest.mark.gpu
