@@ -283,6 +283,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }
 
+#if INVARIANT || !KEY_SPLITS  // fwd_wgmma_split has no dynamic order
 // Sets the tile counter of a dynamic order to 0; launched before fwd_wgmma. In a ragged batch, fwd_wgmma starts
 // meanwhile (programmatic dependent launch): a block's first work tile has index blockIdx.x, and the scheduler warp
 // waits for fwd_wgmma_clear before it draws the second one. With a block map, fwd_wgmma waits when it starts.
@@ -290,6 +291,7 @@ extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_
                                                                  const __grid_constant__ Score score) {
     clear_tile_counter(tile_counter, score);
 }
+#endif
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)

@@ -311,7 +311,7 @@ def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[s
         "macros_of": lambda p, t: {"SPLIT_KEYS": int(count(p, t) > 1), "PACK_GQA": int(packs(p, t))},
         "scratch": {"partials": lambda p, t: (split_floats(p, count(p, t)), 0)},
         "numbers": {"splits": count},
-        "then": (replace(kernel.then[0], name=f"{name}_clear"), combine),
+        "then": (combine,),
     }
 
 
@@ -354,7 +354,10 @@ invariant_kernel = replace(
     macros={"KEY_SPLITS": 1, "INVARIANT": 1},
     smem_bytes=lambda p, t: with_output(p, t, input_bytes(p, t) + earlier_bytes(p, t)),
     args=(*("Q_warp_map" if name == "Q_map" else name for name in kernel.args), "partials", "splits"),
-    **{**SPLIT_FIELDS, "macros_of": invariant_macros, "scratch": {"partials": partials}},
+    **{
+        **SPLIT_FIELDS, "macros_of": invariant_macros, "scratch": {"partials": partials},
+        "then": (replace(kernel.then[0], name="fwd_wgmma_invariant_clear"), *SPLIT_FIELDS["then"]),
+    },
 )  # fmt: skip
 
 

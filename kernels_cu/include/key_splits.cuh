@@ -18,7 +18,6 @@
 #define fwd_wgmma_combine fwd_wgmma_invariant_combine
 #elif KEY_SPLITS
 #define fwd_wgmma fwd_wgmma_split
-#define fwd_wgmma_clear fwd_wgmma_split_clear
 #define fwd_wgmma_combine fwd_wgmma_split_combine
 #endif
 #include "epilogue.cuh"
