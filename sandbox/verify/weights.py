@@ -20,6 +20,7 @@ Array = NDArray[Any]
 _EXACT = 0.03  # relative error of a weight that counts as correct: P and O are rounded to bfloat16
 _MOST = 0.9  # share of the elements that must agree with a cause
 _SMALLEST = 0.02  # weights below this share of the row's largest are not compared
+_LARGEST = 1e6  # a larger weight relative to the kernel's own sum: LSE is not a sum
 _GROUP = 16  # keys of the smallest step of a kernel
 
 
@@ -184,7 +185,7 @@ def _missing(missing: Array, affected: Array, w: Weights, where: str) -> Cause:
 
 def moved_keys(w: Weights) -> Cause | None:
     """The weights of some keys multiply the values of others, or some keys count several times; by groups of 16."""
-    if not w.seen.all() or not np.isfinite(w.lse).all():
+    if not w.seen.all() or not np.isfinite(w.lse).all() or not w.by_own_sum.max(initial=0) < _LARGEST:
         return None
     groups = w.got.shape[1] // _GROUP
     got, own = (x[:, : groups * _GROUP].reshape(len(x), groups, _GROUP) for x in (w.got, w.by_own_sum))
@@ -424,11 +425,14 @@ def wrong_scores(w: Weights) -> Cause | None:
         return None
     if np.ptp(own) < 0.06 and (abs(other) < 0.06).all():
         return Cause(f"the scores are {own.mean():.3g} times the expected ones: the scale", SCALE)
-    s = int(np.nonzero((abs(own - 1) > 0.1) | (abs(other) > 0.1).any(axis=1))[0][0])
+    off = np.maximum(abs(own - 1), abs(other).max(axis=1))
+    s = int((off > 0.1).argmax()) if (off > 0.1).any() else int(off.argmax())
     span = f"columns {16 * s} to {16 * s + 15}"
     if abs(other[s]).max() > 0.5:
         u = int(abs(other[s]).argmax())
         return Cause(f"in S = Q K^T, {span} of Q are multiplied with columns {16 * u} to {16 * u + 15} of K", QK)
+    if abs(own[s] - 1) < 0.05:
+        return None
     return Cause(f"{span} of Q and K count {abs(round(own[s], 1)):g} times in S = Q K^T", QK)
 
 

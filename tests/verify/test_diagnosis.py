@@ -104,6 +104,8 @@ FAULTS: dict[str, tuple[EDIT, str]] = {
     "padding counts": (padded, "l counts 17 keys with score 0"),
     "scale": (of_scores(lambda w: w.scores * 1.5), "scores are 1.5 times"),
     "a step of D": (of_scores(lambda w: w.scores - w.parts[2, 2]), "columns 32 to 47 of Q and K count 0 times"),
+    "a factor of a step": (of_scores(lambda w: w.scores + 0.08 * w.parts[1, 1]),
+                           "columns 16 to 31 of Q and K count 1.1 times"),
     "a step of K": (of_scores(lambda w: w.scores - w.parts[1, 1] + w.parts[1, 0]),
                     "columns 16 to 31 of Q are multiplied with columns 0 to 15 of K"),
     "K of another tile": (of_scores(lambda w: in_tile(w, 2, w.scores[:, 32:64])),
@@ -171,6 +173,14 @@ def test_the_first_row_with_a_wrong_lse(wrong: float, said: str) -> None:
     found = cause_of(w._replace(lse=lse))
     assert found
     assert said in found.what
+
+
+def test_an_lse_that_is_not_a_sum() -> None:
+    """exp(score - LSE) overflows."""
+    w = correct()
+    found = cause_of(w._replace(got=w.got / 2, lse=np.full_like(w.lse, -1e4)))
+    assert found
+    assert "O is 0.5 times" in found.what
 
 
 def test_no_cause_is_claimed_for_noise() -> None:
