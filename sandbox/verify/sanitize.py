@@ -101,6 +101,10 @@ def inspect(
             f"{kernel.name}: tile {small} supports none of the small problems: choose another tile, or a problem with "
             "--shape"
         )
+    if problem and not any(all(entry.grid(problem, small)) for entry in kernel.entries):
+        raise UnsupportedProblem(
+            f"{kernel.name}: {problem} is not supported: it has no blocks to launch (choose sizes that are not 0)"
+        )
     for chosen, p in pairs:
         pipeline.load(kernel, chosen, p, device)  # raises SpecError for arguments that do not match the parameters
         done: list[Inspection] = []

@@ -15,7 +15,7 @@ from project import in_project, kernel_copy
 
 from sandbox.cli import cli
 from sandbox.core import registry
-from sandbox.core.errors import ToolchainMissing
+from sandbox.core.errors import ToolchainMissing, UnsupportedProblem
 from sandbox.core.score import Score, TensorLike
 from sandbox.core.source_line import SourceLine
 from sandbox.cpu import compiler
@@ -355,6 +355,12 @@ def test_a_shipped_kernel_is_clean_on_a_gpu(tool: str) -> None:
 
 def sanitized(*options: str) -> Result:
     return CliRunner().invoke(cli, ["sanitize", "fwd_minimal", "--backend", "cpu", *options])
+
+
+def test_a_problem_without_blocks() -> None:
+    empty = Problem(1, 1, 0, 16, 64, dtype="float16")
+    with pytest.raises(UnsupportedProblem, match="it has no blocks to launch"):
+        next(sanitize.inspect(registry.get("fwd_minimal"), HOST, problem=empty))
 
 
 @needs_sanitizers
