@@ -41,6 +41,9 @@ def run(
     if done.returncode == 0:
         return [], done.stdout
     found = parse_compute_sanitizer(resolve_expressions(done.stdout, score)[0], folders)
+    if done.returncode == _FOUND and not found:  # in a format that the parser does not know
+        summary = [line.lstrip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
+        found = [Finding(f"errors that are not listed: {', '.join(summary) or 'no summary'}")]
     if done.returncode == _FOUND or any(finding.places for finding in found):
         return found, done.stdout
     # Indented lines are the frames of a Python traceback.

@@ -300,7 +300,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int
 TRACEBACK = 'Traceback (most recent call last):\n  File "/x/driver.py", line 64, in _call\n    raise error\nbroken\n'
 
 
-@pytest.mark.parametrize(("text", "status", "clean"), [(MEMCHECK, 91, False), (CLEAN, 0, True), (TRACEBACK, 1, None)])
+@pytest.mark.parametrize(
+    ("text", "status", "clean"),
+    [(MEMCHECK, 91, False), (CLEAN, 91, False), (CLEAN, 0, True), (TRACEBACK, 1, None)],
+)
 def test_the_tool_decides(
     text: str, status: int, clean: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
