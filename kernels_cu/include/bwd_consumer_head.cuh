@@ -9,7 +9,7 @@ struct ConsumerWarpgroup {
     const unsigned warp, lane, consumer;
     const int key_offset;                      // first key of the consumer within the n_block
     const float scale_log2;                    // of P = exp2(S * scale_log2 - LSE * log2(e))
-    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // local arrays of the kernel: see bwd_wgmma_persistent.cu
+    float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];  // local arrays of the kernel: see bwd_consumer_persistent.cuh
     LoopState state;
     int head = 0, m0 = 0;  // of the next m_block
 
