@@ -28,7 +28,7 @@ __device__ __forceinline__ void zero(float (&accum)[R]) {
 
 // Stores a consumer's dK or dV: 64 keys from key key_offset of the n_block on, columns from 64 * first_slab on (slabs:
 // swizzle.cuh). `tile`: shared memory for staging, which nothing else uses. Returns whether a value is not finite.
-// Block: see BwdBlock.
+// Block: see BwdBlock (bwd_wgmma_tiles.cuh).
 template <class SmemLayout, Gradient GRADIENT, class Block, int R>
 __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer, SmemAddr tile, const float (&accum)[R],
                                           float factor, int key_offset, int first_slab) {

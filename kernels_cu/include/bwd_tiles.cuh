@@ -27,8 +27,8 @@ constexpr unsigned STATS_BYTES = 2 * sizeof(float) * BLOCK_M;  // LSE and delta 
 // A tile of dQ_accum, floats: [consumer][chunk of 8 columns][warp of the consumer][lane][4]. These are the wgmma
 // accumulators of dQ in the order of the registers, so that a consumer stores them without a shuffle. The 4 floats of
 // lane 4 * g + q: columns 2 * q and 2 * q + 1 of row g of the warp's 16 rows, then those of row g + 8. Which rows and
-// columns of the tile a consumer has: DQ_COLS in bwd_wgmma.cu. stage_dQ and bwd_consumer_wide.cuh write this layout,
-// write_dQ_fragments (bwd_postprocess.cuh) reads it with load_fragment_rows (ptx.cuh).
+// columns of the tile a consumer has: DQ_COLS in bwd_wgmma_tiles.cuh. stage_dQ and bwd_consumer_wide.cuh write this
+// layout, write_dQ_fragments (bwd_postprocess.cuh) reads it with load_fragment_rows (ptx.cuh).
 constexpr int DQ_FRAGMENT_FLOATS = 32 * 4;               // of a warp and a chunk: 16 rows x 8 columns
 constexpr int DQ_CHUNK_FLOATS = 4 * DQ_FRAGMENT_FLOATS;  // of the four warps of a consumer: 64 rows x 8 columns
 

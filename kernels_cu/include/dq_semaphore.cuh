@@ -41,7 +41,7 @@ constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && 
 constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M == 64;
 
 // When a dQ-store warp may store or add its consumer's parts of dQ tiles, and which of the two. For each tile, in this
-// order: wait_turn, claim_first_store, the store or addition, signal_done. Block: see BwdBlock.
+// order: wait_turn, claim_first_store, the store or addition, signal_done. Block: see BwdBlock (bwd_wgmma_tiles.cuh).
 template <class Block>
 struct dQAccumulation {
     const Block& block;
