@@ -66,22 +66,6 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     fence_proxy_async();
 }
 
-// Loop state of a consumer, in one register, because the mainloop has none to spare. From the top: 2 bits: the number
-// of m_blocks so far, modulo 4, which determines stage and parity; 14 bits: index of the n_block; 16 bits: the number
-// of m_blocks so far in this n_block.
-class LoopState {
-    static constexpr unsigned NEXT_M_BLOCK = (1u << 30) + 1, N_BLOCK = 1u << 16;
-    unsigned count = 0;
-
-  public:
-    __device__ __forceinline__ unsigned i() const { return count >> 30; }  // modulo 4
-    __device__ __forceinline__ unsigned m_blocks_of_n_block() const { return count & 0xffff; }
-    __device__ __forceinline__ int n0() const { return (count >> 16 & 0x3fff) * BLOCK_N; }
-    __device__ __forceinline__ void next() { count += NEXT_M_BLOCK; }
-    __device__ __forceinline__ void next_n_block() { count = (count & ~(N_BLOCK - 1)) + N_BLOCK; }
-    __device__ __forceinline__ void make_uniform() { count = uniform(count); }
-};
-
 // Non-finite fallback for 16 rows of dQ. Inlined: see non_finite.cuh.
 __device__ FALLBACK_INLINE void dQ_non_finite(const View<const dtype>& Q, const View<const dtype>& K,
                                               const View<const dtype>& V, const View<const dtype>& dO, const float* LSE,

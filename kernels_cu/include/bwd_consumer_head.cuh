@@ -2,6 +2,22 @@
 // bwd_wgmma_head.cu after `HeadBlock`.
 #pragma once
 
+// Loop state of a consumer, in one register, because the mainloop has none to spare. From the top: 2 bits: the number
+// of m_blocks so far, modulo 4, which determines stage and parity; 14 bits: index of the n_block; 16 bits: the number
+// of m_blocks so far in this n_block.
+class LoopState {
+    static constexpr unsigned NEXT_M_BLOCK = (1u << 30) + 1, N_BLOCK = 1u << 16;
+    unsigned count = 0;
+
+  public:
+    __device__ __forceinline__ unsigned i() const { return count >> 30; }  // modulo 4
+    __device__ __forceinline__ unsigned m_blocks_of_n_block() const { return count & 0xffff; }
+    __device__ __forceinline__ int n0() const { return (count >> 16 & 0x3fff) * BLOCK_N; }
+    __device__ __forceinline__ void next() { count += NEXT_M_BLOCK; }
+    __device__ __forceinline__ void next_n_block() { count = (count & ~(N_BLOCK - 1)) + N_BLOCK; }
+    __device__ __forceinline__ void make_uniform() { count = uniform(count); }
+};
+
 // A consumer warpgroup: dK and dV of 64 keys of each n_block, and 64 rows of each dQ tile.
 struct ConsumerWarpgroup {
     const HeadBlock& block;
