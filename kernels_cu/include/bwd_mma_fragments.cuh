@@ -1,6 +1,6 @@
-// Fragments of bwd_mma: a warp's indices and offsets, P^T from S^T, and the store of dK and dV. Included by bwd_mma.cu
-// after its constants.
+// Fragments of bwd_mma: a warp's indices and offsets, P^T from S^T, and the store of dK and dV.
 #pragma once
+#include "bwd_mma_tiles.cuh"
 
 template <int COLUMNS>
 using Accumulators = float[2][COLUMNS / 8][4];  // 32 keys x COLUMNS columns of dK or dV
