@@ -1,6 +1,6 @@
 """Spec of `bwd_wgmma_head.cu`."""
 
-from sandbox.spec import HOPPER_SMS, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import HOPPER_SMS, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma, unsupported_unless
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -23,9 +23,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """The only tile size of the kernel."""
-    if (t.BLOCK_M, t.BLOCK_N, t.STAGES) == (128, 128, 2):
-        return None
-    return f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N}, STAGES={t.STAGES} is not supported: use 128, 128 and 2"
+    return unsupported_unless(t, BLOCK_M=128, BLOCK_N=128, STAGES=2)
 
 
 def short(p: Problem) -> bool:

@@ -9,7 +9,7 @@ from .core.options import SAME_FOR_GROUP
 from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile
-from .core.unsupported import unsupported_by_cp_async, unsupported_by_wgmma
+from .core.unsupported import unsupported_by_cp_async, unsupported_by_wgmma, unsupported_unless
 
 __all__ = [
     "COMPUTATIONS",
@@ -36,5 +36,6 @@ __all__ = [
     "normalise_causal",
     "unsupported_by_cp_async",
     "unsupported_by_wgmma",
+    "unsupported_unless",
     "wgmma_us",
 ]

@@ -1,10 +1,11 @@
-"""Restrictions that several kernels share: the message for the user, or None for a supported problem."""
+"""Restrictions that several kernels share: the message for the user, or None for a supported problem or tile."""
 
 from __future__ import annotations
 
 from .kernel import Arch
 from .normalise import cdiv
 from .problem import Problem
+from .tile import Tile
 
 
 def unsupported_by_cp_async(p: Problem) -> str | None:
@@ -47,3 +48,11 @@ def unsupported_by_wgmma(p: Problem, arch: Arch | None) -> str | None:
         tiles = p.batches * p.H * p.query_tiles(64)
         return f"{p} is not supported: it has {tiles} tiles of 64 rows, the limit is 2^31 - 1 (split the batch)"
     return None
+
+
+def unsupported_unless(t: Tile, **only: int) -> str | None:
+    """Of kernels that are written for one tile: `only` has its numbers. Others, such as BLOCKS, are free."""
+    given = {name: t[name] for name in only}
+    if given == only:
+        return None
+    return f"{Tile(**given)} is not supported: the kernel is written for one tile (use {Tile(**only)})"

@@ -355,6 +355,18 @@ LATER = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["bwd_wgmma_head", "bwd_wgmma_persistent"])
+def test_kernels_with_one_tile(name: str) -> None:
+    """Its BLOCKS are free, if it has them."""
+    kernel, problem = registry.get(name), Problem(1, 2, 256, 256, 64)
+    numbers = dict(kernel.tiles[0]) | ({"BLOCKS": 7} if "BLOCKS" in kernel.tiles[0] else {})
+    assert kernel.why_tile_unsupported(problem, Tile(**numbers)) is None
+    assert kernel.why_tile_unsupported(problem, Tile(**numbers | {"STAGES": 3})) == (
+        f"{name}: BLOCK_M=128,BLOCK_N=128,STAGES=3 is not supported: the kernel is written for one tile "
+        "(use BLOCK_M=128,BLOCK_N=128,STAGES=2)"
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
