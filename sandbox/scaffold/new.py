@@ -75,7 +75,7 @@ def _copied(source: str, name: str) -> list[str]:
         )
     texts = [old.source.with_suffix(suffix).read_text() for suffix in (".cu", ".py")]
     texts = [re.sub(r"^ *default=True,.*\n", "", text, flags=re.MULTILINE) for text in texts]
-    return [re.sub(rf"\b{stem}", name, text) for text in texts]
+    return [re.sub(rf"\b{stem}(?!\w*\.cuh\b)", name, text) for text in texts]  # headers are shared
 
 
 def _check(name: str) -> None:

@@ -58,6 +58,18 @@ def test_a_template_works_unchanged_in_another_folder(template: str, tmp_path: P
     assert (row["kernel"], row["ok"]) == ("mine", True)
 
 
+@pytest.mark.parametrize("source", ["bwd_mma", "fwd_mma"])
+def test_a_copy_includes_the_headers_of_its_source(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose names begin with the kernel's name."""
+    monkeypatch.setenv(registry.VARIABLE, str(tmp_path))
+    texts = [registry.get(source).source.read_text(), new.kernel("mine", source)[0].read_text()]
+    own, copied = (re.findall(r'^#include "(.+)"', text, re.MULTILINE) for text in texts)
+    assert f"{source}_tiles.cuh" in own
+    assert copied == own
+
+
 def test_a_new_kernel_is_chosen_by_name_only(project_copy: Path) -> None:
     """`attention` and `list --shape` do not choose it until its spec has `default=True`."""
     listing = ("sandbox", "list", "--problem", "1,1,70,16", "--arch", "cpu", "--json")
