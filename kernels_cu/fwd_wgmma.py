@@ -150,7 +150,7 @@ def best(p: Problem) -> tuple[int, int]:
         tiles = (128, 128), (192, 128 if width <= 64 else 80)
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
     if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
-        return 256, 64  # four consumers hide more of the prologue and epilogue of short rows
+        return 256, 64  # four consumers hide more of the prologue and epilogue of short sequences
     if width <= 64:
         return 192, 128
     if width <= 96 and simple and p.Sq >= 2048:
