@@ -9,7 +9,7 @@
 
 // Not inlined, so that it does not use registers of the mainloop. Hopper kernels define FALLBACK_INLINE as
 // __forceinline__: after a call the compiler assumes that a warp may have diverged and adds a WARPSYNC before each
-// wgmma, which made causal fwd_wgmma 4 ... 11% slower (experiments/008_hopper).
+// wgmma, which made causal fwd_wgmma 1 ... 11% slower (experiments/008_hopper).
 #ifndef FALLBACK_INLINE
 #define FALLBACK_INLINE __noinline__
 #endif
