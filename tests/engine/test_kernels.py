@@ -85,7 +85,7 @@ def test_no_default_tile_of_plain_problems_spills(kernel: Kernel, arch_name: str
         with contextlib.suppress(UnsupportedProblem):
             tile = choose.choose_tile(kernel, problem, target)
             found[str(kernel.defines(problem, tile))] = problem, tile
-    assert found or kernel.why_unsupported(Problem(1, 1, 1, 1, 64, dtype=dtype_of(kernel)), target)
+    assert found or kernel.why_unsupported(problem, target)
     with ThreadPoolExecutor(2) as pool:
         for _ in pool.map(lambda pair: no_spills(kernel, *pair, arch_name), found.values()):
             pass  # an assertion that failed is raised here
