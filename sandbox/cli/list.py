@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import click
 from rich.table import Table
 from rich.text import Text
 
 from ..core import registry
+from ..core.errors import UnsupportedProblem
 from ..core.kernel import INVARIANCES, Arch, Kernel
 from ..core.operation import Operation
 from ..engine import choose
@@ -55,8 +56,8 @@ def list_(
 ) -> None:
     """List the kernels; with --shape, the kernel that is chosen for the problem.
 
-    Columns: kernel, rung, dtypes, head dimensions (of a custom operation its dims), architecture, idea. The score
-    options, --dtype and --arch need --shape.
+    Columns: kernel, rung, dtypes, head dimensions (of a custom operation its dims), architecture, idea. The options
+    from --dtype to --arch need --shape.
     """
     shape = shape or problem
     if guarantees:
@@ -80,21 +81,32 @@ def list_(
         return
     wanted = problem_of(shape, dtype, causal, scored)
     target = _arch(arch)
-    found = [
-        candidate for computes in ("forward", "backward") for candidate in choose.candidates(wanted, computes, target)
-    ]
+    found: list[choose.Candidate] = []
+    chosen: list[Kernel] = []
+    refused: list[str] = []
+    for computes in ("forward", "backward"):
+        candidates = [*choose.candidates(wanted, computes, target)]
+        found += candidates
+        try:
+            chosen.append(choose.choose_kernel(wanted, computes, target))
+        except UnsupportedProblem as error:
+            if any(candidate.tile for candidate in candidates):  # else the table has all reasons
+                refused.append(f"no {computes} kernel is chosen: {error}")
     if as_json:
-        print_json([_row(candidate) for candidate in found])
+        print_json([_row(candidate, candidate.kernel in chosen) for candidate in found])
     else:
-        screen().print(_candidates_table(found))
-    sys.exit(0 if any(candidate.tile and not candidate.reason for candidate in found) else 2)
+        screen().print(_candidates_table(found, chosen))
+    for text in refused:
+        say(text, stderr=True)
+    sys.exit(0 if chosen else 2)
 
 
-def _row(candidate: choose.Candidate) -> dict[str, object]:
+def _row(candidate: choose.Candidate, chosen: bool) -> dict[str, object]:
     tile = dict(candidate.tile) if candidate.tile else None
     return {
         "kernel": candidate.kernel.name,
         "computes": candidate.kernel.operation.name,
+        "chosen": chosen,
         "tile": tile,
         "reason": candidate.reason,
     }
@@ -135,18 +147,16 @@ def _guarantees_table(kernels: Iterable[Kernel]) -> Table:
     return shown
 
 
-def _candidates_table(candidates: Iterable[choose.Candidate]) -> Table:
-    """The table of `list --shape`: the chosen kernel, other possible kernels, and why the rest do not apply."""
+def _candidates_table(candidates: Iterable[choose.Candidate], chosen: Sequence[Kernel]) -> Table:
+    """The table of `list --shape`: the chosen kernels, other possible kernels, and why the rest do not apply."""
     shown = table("kernel", "computes", "", "tile, or why not")
-    chosen = set()
     for candidate in candidates:
         name, computes = candidate.kernel.name, candidate.kernel.operation.name
+        reason = candidate.reason.removeprefix(f"{name}: ")
         if candidate.tile is None:
-            shown.add_row(name, computes, Text("unsupported", "yellow"), candidate.reason.removeprefix(f"{name}: "))
-        elif candidate.reason:
-            shown.add_row(name, computes, "by name", str(candidate.tile))
-        else:
-            state = "supported" if computes in chosen else Text("chosen", "green")
-            shown.add_row(name, computes, state, str(candidate.tile))
-            chosen.add(computes)
+            shown.add_row(name, computes, Text("unsupported", "yellow"), reason)
+            continue
+        other = "spills" if candidate.spills else "by name only" if reason else "supported"
+        state = Text("chosen", "green") if candidate.kernel in chosen else other
+        shown.add_row(name, computes, state, f"{candidate.tile}{f' ({reason})' if reason else ''}")
     return shown

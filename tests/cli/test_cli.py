@@ -29,7 +29,7 @@ from sandbox.core.kernel import INVARIANCES
 from sandbox.core.options import SHOWN
 from sandbox.cpu import build
 from sandbox.disassembly import costs
-from sandbox.engine import pipeline
+from sandbox.engine import pipeline, spills
 from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
 from sandbox.spec import Problem, Tile
@@ -154,11 +154,44 @@ def test_list_for_a_problem() -> None:
     assert "multiple of 8" in line
 
 
+def test_list_has_the_reason_against_a_kernel_with_a_tile() -> None:
+    """It spills. The next kernel is chosen."""
+    options = ("--shape", "8,8/1,16,32", "--window", "32,7", "--dropout", "0.2", "--arch", "sm_90")
+    shown = call("list", *options, COLUMNS="400").stdout.splitlines()
+    states = {line.split()[0]: line.split(maxsplit=2)[2] for line in shown[1:]}
+    split = states["bwd_wgmma_split_group"]
+    assert re.match(r"spills +BLOCK_M=.*\(the tile with the fewest spilled bytes spills \d+ per thread\)", split)
+    assert states["bwd_wgmma"].startswith("chosen ")
+    assert [row["kernel"] for row in parsed("list", *options) if row["chosen"]] == ["fwd_wgmma", "bwd_wgmma"]
+
+
+def test_list_marks_a_kernel_that_spills_if_it_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = registry.get("fwd_minimal")
+    monkeypatch.setattr(registry, "kernels", lambda: {"fwd_minimal": kernel})
+    monkeypatch.setattr(spills, "spilled", lambda *_: 1000)
+    shown = call("list", "--shape", "1,1,64,64", "--arch", "sm_80", COLUMNS="400")
+    assert shown.exit_code == 0
+    (line,) = shown.stdout.splitlines()[1:]
+    assert re.match(r"fwd_minimal +forward +chosen +BLOCK_M=.*spills 1000 per thread\)", line)
+
+
+def test_list_of_an_invariant_problem_has_the_choice_of_attention() -> None:
+    """`attention` tries no other kernel if the one that the invariance determines does not support the problem."""
+    options = ("list", "--shape", "1,4,64,32", "--page-size", "4", "--invariant", "--arch", "cpu")
+    shown = call(*options)
+    assert shown.exit_code == 2
+    assert "chosen" not in shown.stdout
+    assert "supported" in shown.stdout
+    assert shown.stderr.startswith("no forward kernel is chosen: fwd_wgmma_invariant: page_size=4 is not supported")
+    (name,) = (row["kernel"] for row in parsed(*options[:3], *options[5:]) if row["chosen"] and "fwd" in row["kernel"])
+    assert name == "fwd_wgmma_invariant"
+
+
 def test_list_rejects_more_rows_than_32_bits_count() -> None:
     for shape in ("1,1,2147483648,64", "1,1,64,4294967296,64"):
         refused = call("list", "--shape", shape)
         assert refused.exit_code == 2
-        assert "is not supported: row indices are int32" in refused.stderr
+        assert "is not supported: kernels add row indices" in refused.stderr
 
 
 def test_list_reports_grids_that_are_too_large() -> None:
