@@ -182,7 +182,10 @@ def make_executor(
     if backend == "cpu":
         return CpuExecutor(kernel)
     if not driver.available():
-        raise GpuUnavailable("tune times kernels on a GPU and there is none (--backend cpu times the emulation)")
+        raise GpuUnavailable(
+            "tune times kernels on a GPU and there is none (--backend cpu only tests the command: its times are "
+            "meaningless)"
+        )
     return GpuExecutor(kernel, ordinals)
 
 

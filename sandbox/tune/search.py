@@ -139,7 +139,8 @@ class Search:
         names = list(self.kernel.tiles[0])
         if unknown := [name for name in self.fixed if name not in names]:
             raise UnsupportedProblem(
-                f"{self.kernel.name}: {unknown[0]} is not a number of its tiles, which have {', '.join(names)}"
+                f"{self.kernel.name}: --fix {unknown[0]}={self.fixed[unknown[0]]} is not supported: its tiles have the "
+                f"numbers {', '.join(names)}"
             )
         choices = {name: tuple({tile[name] for tile in self.kernel.tiles}) for name in names} | dict(self.kernel.space)
         choices |= {name: (value,) for name, value in self.fixed.items()}
@@ -168,7 +169,7 @@ class Search:
             spilled = found.spill_stores + found.spill_loads
             state, message = "", ""
             if spilled:
-                state, message = "spills", f"{spilled} bytes of registers are spilled"
+                state, message = "spills", f"{spilled} bytes of spill stores and loads per thread"
             elif not occupancy.blocks_per_sm:
                 state, message = "too large", f"no block fits on an SM: {occupancy.limiter}"
             yield Candidate(tile, state, message, found, smem, occupancy)

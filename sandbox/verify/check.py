@@ -38,8 +38,9 @@ class Result:
     `error` and `bound` are those of `tensor`, the output with the largest ratio. LSE is separate: `lse_excess` is the
     maximum of |LSE - ref| minus its bound, None if the kernel writes no LSE. If `error` is None, `message` gives the
     reason: the kernel does not support the problem (`ok` is None), or it failed (`ok` is False). `seconds` is GPU time,
-    or the time of the emulation on the CPU backend. `resources`, `smem_dynamic` and `compile_seconds` come from NVRTC,
-    which compiles for `arch`: the GPU's, or DEFAULT_ARCH without a GPU; for several entries they are the maxima.
+    or the time of the emulation on the CPU backend. `resources`, `smem` (bytes per block, dynamic and static) and
+    `compile_seconds` are those of NVRTC's code for `arch`: the GPU's, or DEFAULT_ARCH on the CPU backend; for several
+    entries they are the maxima.
     """
 
     kernel: str
@@ -52,7 +53,7 @@ class Result:
     compile_seconds: float | None = None
     cached: bool | None = None
     resources: Resources | None = None
-    smem_dynamic: int | None = None
+    smem: int | None = None
     error: float | None = None
     bound: float | None = None
     lse_error: float | None = None
@@ -154,7 +155,6 @@ def verify(
         *head,
         ok=right and not done.stray_writes,
         tile=chosen,
-        smem_dynamic=max(entry.smem_bytes(problem, chosen) for entry in kernel.entries),
         **vars(verdict),
         message="; ".join(filter(None, (stray, note))),
         where=where,
@@ -166,6 +166,8 @@ def verify(
 
 def _measured(done: trial.Trial, compiled: Sequence[nvrtc.Compiled], flops: float) -> dict[str, Any]:
     """The fields of Result with times and resources."""
+    run = done.prepared
+    dynamic = [entry.smem_bytes(run.problem, run.tile) for entry in run.kernel.entries]
     tflops = flops / done.seconds * 1e-12 if flops and done.seconds else None
     compilation = compiled[0] if compiled else done.prepared
     return {
@@ -173,6 +175,7 @@ def _measured(done: trial.Trial, compiled: Sequence[nvrtc.Compiled], flops: floa
         "compile_seconds": compilation.seconds,
         "cached": compilation.cached,
         "resources": Resources.worst(c.resources for c in compiled) if compiled else None,
+        "smem": max(map(int.__add__, dynamic, (c.resources.smem_static for c in compiled)), default=None),
         "seconds": done.seconds,
         "tflops": tflops,
     }
@@ -231,6 +234,6 @@ def _static_report(kernel: Kernel, tile: Tile, case: Case) -> tuple[tuple[nvrtc.
         return pipeline.compile_problem(kernel, case.problem, chosen, target), ""
     except UnsupportedProblem as error:
         reason = str(error).splitlines()[0].removeprefix(f"{kernel.name}: ")
-        return (), f"regs are not shown: for {target}, {reason}"
+        return (), f"regs and smem are not shown: for {target}, {reason}"
     except ToolchainMissing as error:
         return (), str(error).splitlines()[0]

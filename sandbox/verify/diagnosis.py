@@ -54,7 +54,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         said = "; ".join(filter(None, (self.cause, self.condition)))
-        said += f" (on {self.on})" if said and self.on else ""
+        said += f"; found on {self.on}" if said and self.on else ""
         look = f"; look at {', '.join(self.places)}" if self.places else ""
         return f"{said}{look}" if said else ""
 

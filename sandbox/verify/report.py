@@ -83,11 +83,11 @@ def _part(first: Column, width: int, others: Sequence[Column]) -> Table:
     return part
 
 
-SLOW = "regs +n: n bytes per thread are spilled, or on the stack, in local memory"
+SLOW = "regs +n: n bytes of spill stores and loads per thread; without spills, n bytes of stack"
 
 
 def registers(resources: Resources | None) -> Text:
-    """Registers per thread, and the bytes in local memory: see SLOW."""
+    """Registers per thread, and the use of local memory: see SLOW."""
     if resources is None:
         return Text("-")
     lost = slow(resources)
@@ -140,7 +140,7 @@ def results_table(
 
 def _cells(r: Result, wide: bool) -> list[str | Text]:
     compiling = "cached" if r.cached else si_time(r.compile_seconds)
-    regs, smem = registers(r.resources), kib(r.smem_dynamic)
+    regs, smem = registers(r.resources), kib(r.smem)
     speed = f"{r.tflops:.2f}" if r.tflops else "emulated" if r.backend == "cpu" and r.seconds is not None else "-"
     error, time = errors_shown(r), si_time(r.seconds)
     if wide:
@@ -153,7 +153,7 @@ def _cells(r: Result, wide: bool) -> list[str | Text]:
 def notes(results: Sequence[Result]) -> Iterator[Text]:
     """Notes below the table."""
     if archs := sorted({r.arch for r in results if r.backend == "cpu" and r.arch}):
-        yield Text(f"cpu: times of an emulation; regs and smem are NVRTC's for {', '.join(archs)}", "dim italic")
+        yield Text(f"cpu: times of an emulation; regs and smem of NVRTC's code for {', '.join(archs)}", "dim italic")
     if any(slow(r.resources) for r in results):
         yield Text(SLOW, "dim italic")
 
@@ -181,11 +181,11 @@ def hints(results: Iterable[Result]) -> Iterator[Text]:
 
 
 def counts(results: Sequence[Result]) -> str:
-    """Numbers of correct, wrong and unsupported cases, and the names of the wrong ones."""
+    """Numbers of correct, wrong or failed, and unsupported cases, and the names of the wrong or failed ones."""
     wrong = [r.case for r in results if r.ok is False]
     which = f" ({', '.join(wrong[:4])}{f' and {len(wrong) - 4} more' if len(wrong) > 4 else ''})" if wrong else ""
     right, unsupported = (sum(r.ok is state for r in results) for state in (True, None))
-    return f"{right} ok, {len(wrong)} wrong{which}, {unsupported} not supported"
+    return f"{right} ok, {len(wrong)} wrong or failed{which}, {unsupported} not supported"
 
 
 def reason(r: Result) -> str:

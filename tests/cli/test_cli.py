@@ -416,12 +416,15 @@ def test_check(short_sweep: int) -> None:
     rows = parsed("check", "fwd_minimal", "--backend", "cpu")
     assert [row["ok"] for row in rows] == [True] * short_sweep
     shown = call("check", "fwd_minimal", "--backend", "cpu")
-    assert (shown.exit_code, shown.stdout) == (0, f"fwd_minimal: {short_sweep} ok, 0 wrong, 0 not supported, on cpu\n")
+    assert (shown.exit_code, shown.stdout) == (
+        0,
+        f"fwd_minimal: {short_sweep} ok, 0 wrong or failed, 0 not supported, on cpu\n",
+    )
     shown = call("check", "fwd_minimal", "--backend", "cpu", "--tile", "BLOCK_M=3")
     note, counts = shown.stdout.splitlines()
     assert shown.exit_code == 2
     assert "tile BLOCK_M=3 lacks BLOCK_N: set all numbers, such as BLOCK_M=" in note
-    assert counts == f"fwd_minimal: 0 ok, 0 wrong, {short_sweep} not supported, on cpu"
+    assert counts == f"fwd_minimal: 0 ok, 0 wrong or failed, {short_sweep} not supported, on cpu"
 
 
 def test_cache(own_cache: Path) -> None:
@@ -699,7 +702,7 @@ def test_a_crashing_kernel_does_not_stop_the_others(project_copy: Path) -> None:
     assert done.stdout.count("SIGSEGV") == 1  # reported once
     assert "not tried: its process has ended 3 times already" in done.stdout
     assert "hint sanitize fwd_far --backend cpu looks for races" in done.stdout
-    assert re.search(r"^fwd_far: \d+ ok, \d+ wrong \(", done.stdout, re.MULTILINE)
+    assert re.search(r"^fwd_far: \d+ ok, \d+ wrong or failed \(", done.stdout, re.MULTILINE)
 
 
 def test_compile_errors_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -905,7 +908,7 @@ def lines(table, width: int) -> list[str]:
 def test_stored_results() -> None:
     """The whole output of `run` for results of every kind, on wide and narrow terminals."""
     emulated = dataclasses.replace(RESULTS[0], backend="cpu", tflops=None, cached=True, resources=None, arch="sm_80")
-    one = dataclasses.replace(RESULTS[1], seconds=None, tflops=None, smem_dynamic=None, compile_seconds=None)
+    one = dataclasses.replace(RESULTS[1], seconds=None, tflops=None, smem=None, compile_seconds=None)
     wrong = dataclasses.replace(RESULTS[2], ok=False, error=1.25, lse_excess=0.5, tensor="O", sanitize=True)
     infinite = dataclasses.replace(wrong, error=float("inf"), lse_excess=None, kernel="fwd_block2d")
     fails = [

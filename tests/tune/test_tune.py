@@ -260,7 +260,7 @@ def test_numbers_held_fixed(own_cache: Path) -> None:
     assert search.combinations == 4
     assert search.own is None
     with pytest.raises(
-        UnsupportedProblem, match=r"fwd_minimal: WARPS is not a number of its tiles, which have BLOCK_M, BLOCK_N"
+        UnsupportedProblem, match=r"--fix WARPS=4 is not supported: its tiles have the numbers BLOCK_M, BLOCK_N"
     ):
         finished(FakeExecutor(), fixed={"WARPS": 4})
 
@@ -271,7 +271,7 @@ def test_no_tile_is_legal_or_right(own_cache: Path) -> None:
     with pytest.raises(UnsupportedProblem, match=r"no tile is correct on .*: error 1 against a bound of 0"):
         finished(FakeExecutor(), fixed=dict(FakeExecutor.wrong))
     with pytest.raises(
-        UnsupportedProblem, match=r"no tile can be timed on .* spills: 8 bytes of registers are spilled"
+        UnsupportedProblem, match=r"no tile can be timed on .* spills: 8 bytes of spill stores and loads per thread"
     ):
         finished(FakeExecutor(), fixed=dict(FakeExecutor.spilling))
 
@@ -470,7 +470,8 @@ def test_the_command_without_a_problem_or_a_gpu(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(cli, ["tune", "fwd_minimal", "--shape", "1,1,64,64"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "sandbox: tune times kernels on a GPU and there is none (--backend cpu times the emulation)\n"
+        "sandbox: tune times kernels on a GPU and there is none (--backend cpu only tests the command: its "
+        "times are meaningless)\n"
     )
 
 

@@ -217,6 +217,10 @@ def test_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (row,) = json.loads(done.stdout)
     problem = {"operation": "stencil", "sizes": {"N": 70, "K": 3}, "dtype": "float32"}
     assert (row["ok"], row["problem"]) == (True, problem)
+    assert row["smem"] == 4 * (64 + 2)
+    done = call(cli, ["run", "row_softmax", "--shape", "5,70", "--backend", "cpu", "--json"])
+    (row,) = json.loads(done.stdout)
+    assert row["smem"] == row["resources"]["smem_static"] == 4 * 32  # as in `compile`
     for arguments, message in (
         (("run", "stencil", "--shape", "70"), "shape '70' must be N,K, such as 16777216,7"),
         (("run", "stencil", "--shape", "70,3", "--causal"), "--causal is an option of attention"),
