@@ -18,7 +18,7 @@ from typing import Literal
 from ..core import log
 from ..core.errors import CompileError, ToolchainMissing
 from ..core.files import refused_path
-from ..toolchain import cache, sources
+from ..toolchain import cache, nvrtc, sources
 from ..toolchain.nvrtc import INCLUDE_DIR
 from . import compiler as host
 from .compiler import HostCompiler
@@ -116,8 +116,24 @@ def _kernel(
     compiler: HostCompiler, source: Path, entries: Sequence[str], options: tuple[str, ...], link: tuple[str, ...] = (),
     folders: Sequence[Path] = (),
 ) -> Built:  # fmt: skip
-    text = translation_unit(source.resolve(), entries)
-    return _build(compiler, f"{entries[0]}.so", source.resolve(), text, ("-shared", *options), link, folders)
+    source = source.resolve()
+    text = translation_unit(source, entries)
+    try:
+        return _build(compiler, f"{entries[0]}.so", source, text, ("-shared", *options), link, folders)
+    except CompileError as error:
+        if (missing := _missing_entry(error.log, entries)) is None:
+            raise
+        files, _ = sources.included_files(source, searched(source, folders))
+        found = (name for file in files for name in sources.entry_points(file.read_text(errors="replace")))
+        message = nvrtc.no_entry_point(source, missing, found)
+        raise CompileError(message, source=str(source), options=options, log=error.log) from None
+
+
+def _missing_entry(log: str, entries: Sequence[str]) -> str | None:
+    """The first entry point that the `.cu` does not declare, if the compiler reports no other error."""
+    said = re.compile(rf"\W({'|'.join(entries)})\W was not declared|undeclared identifier \W({'|'.join(entries)})\W")
+    errors = [said.search(line) for line in re.findall(r"\berror: (.*)", log)]
+    return errors[0][1] or errors[0][2] if errors and errors[0] and all(errors) else None
 
 
 def translation_unit(source: Path, entries: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 import subprocess
 import tarfile
 import tempfile
@@ -24,7 +23,7 @@ from ..core.tile import Tile
 from ..engine import pipeline
 from ..engine.choose import choose_tile
 from ..toolchain import arch as architectures
-from ..toolchain import cache, disassembly
+from ..toolchain import cache, disassembly, sources
 from ..toolchain.disassembly import Instruction
 from ..toolchain.nvrtc import Resources
 from ..watch.history import History, as_bytes
@@ -95,14 +94,9 @@ def version(kernel: Kernel, reference: str) -> Kernel:
     return _at_revision(kernel, reference)
 
 
-_ENTRY = re.compile(r"\b__global__\b[^;{]*?\bvoid\s+(\w+)\s*\(")
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-
-
 def _renamed(kernel: Kernel) -> Kernel:
     """The kernel with the entry-point names of its file, if they differ, as in a renamed copy."""
-    text = kernel.source.read_text(errors="replace") if kernel.source.is_file() else ""
-    there = _ENTRY.findall(_COMMENT.sub(" ", text))
+    there = sources.entry_points(kernel.source.read_text(errors="replace")) if kernel.source.is_file() else []
     if kernel.name in there or len(there) != len(kernel.entries):
         return kernel
     name = min(there, key=len)

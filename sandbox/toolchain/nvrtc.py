@@ -156,6 +156,12 @@ def _keep(key: str, source: Path, arch: str, cubin: bytes, ptx: str) -> None:
     log.keep(f"{source.stem}-{arch}-{key[:8]}", {".cu": source.read_bytes(), ".ptx": ptx.encode(), ".cubin": cubin})
 
 
+def no_entry_point(source: Path, entry: str, found: Iterable[str]) -> str:
+    """The message for a `.cu` that lacks an entry point of its spec, with the entry points that it has."""
+    there = ", ".join(found) or "none"
+    return f'{source} has no entry point {entry}; its entry points are: {there} (is it extern "C" __global__?)'
+
+
 def parse_resources(log: str, entry: str, source: Path) -> Resources:
     """The resource usage of one entry point, parsed from NVRTC's log with `--ptxas-options=-v`.
 
@@ -164,11 +170,7 @@ def parse_resources(log: str, entry: str, source: Path) -> Resources:
     used = {match[1]: match[2] for match in _USED.finditer(log)}
     functions = {name: tuple(map(int, numbers)) for name, *numbers in _PROPERTIES.findall(log)}
     if entry not in used or entry not in functions:
-        raise CompileError(
-            f'{source} has no entry point {entry}; its entry points are: {", ".join(used) or "none"} '
-            '(is it extern "C" __global__?)',
-            source=str(source), options=(), log=log,
-        )  # fmt: skip
+        raise CompileError(no_entry_point(source, entry, used), source=str(source), options=(), log=log)
     stack = functions[entry][0]
     stores, loads = (sum(functions[f][i] for f in functions if f == entry or f not in used) for i in (1, 2))
     registers, smem = (re.search(rf"(\d+) {what}", used[entry]) for what in ("registers", "bytes smem"))

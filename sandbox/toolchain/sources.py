@@ -32,6 +32,8 @@ _TOKEN = re.compile(
 # A raw string, or a line continuation that may be part of a comment: all bytes of such a file count.
 _NO_TOKENS = re.compile(rb'R"|//[^\n]*\\[ \t\r]*\n|[/*]\\[ \t\r]*\n')
 _BLANK_LINES = re.compile(rb"(?<!\\)\n(?:[ \t\r]*\n)+")  # not after a line continuation
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"\b__global__\b[^;{]*?\bvoid\s+(\w+)\s*\(")
 _SETTLED = 2.0  # seconds after which a further edit certainly changes the time stamp
 
 
@@ -53,6 +55,11 @@ def _read(path: str) -> tuple[bytes, tuple[str, ...], bool]:
     joined = _SPLICE.sub(b"", content)
     names = tuple(os.fsdecode(quoted or angled) for quoted, angled in _NAMED.findall(joined))
     return hashlib.sha256(without_comments(content)).digest(), names, bool(_COMPUTED.search(joined))
+
+
+def entry_points(text: str) -> list[str]:
+    """The names of the entry points that CUDA source text declares."""
+    return _ENTRY.findall(_COMMENT.sub(" ", text))
 
 
 def without_comments(content: bytes) -> bytes:

@@ -766,6 +766,16 @@ def test_compile_error(run_cuda: Run) -> None:
 
 
 @on_cpu
+def test_an_entry_point_that_the_source_lacks(run_cuda: Run) -> None:
+    """The compiler's message names only the macros of this backend. Another error comes first."""
+    text = 'extern "C" __global__ void other(int* out) { out[0] = 1; }'
+    with pytest.raises(CompileError, match=r"k\.cu has no entry point k; its entry points are: other \(is it extern"):
+        run_cuda(text, "k", np.zeros(2, np.int32))
+    with pytest.raises(CompileError, match="undefined_name"):
+        run_cuda(text.replace("1", "undefined_name"), "k", np.zeros(2, np.int32))
+
+
+@on_cpu
 def test_an_undefined_function(run_cuda: Run) -> None:
     text = '__device__ int absent(int);\nextern "C" __global__ void k(int* out) { out[0] = absent(1); }'
     with pytest.raises(CompileError, match="absent"):
