@@ -122,7 +122,8 @@ def bench_(
     """Time kernels and other implementations (peers).
 
     Prints TFLOP/s, percent of a matrix product timed in the same run, and the ratio to a peer. A kernel with a wrong
-    result is not timed. Needs a GPU and PyTorch. --causal and the score options need --shape: a grid has its own.
+    result is not timed. Needs a GPU and PyTorch. The options from --causal to --invariant need --shape: a grid has
+    its own.
     """
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file with the earlier rows")

@@ -25,8 +25,8 @@ from .output import exit_status, followed, print_json, say, show_table
 
 @cli.command("bits")
 @kernels_argument
-@tile_option
-@backend_option
+@tile_option()
+@backend_option()
 @click.option(
     "--change",
     multiple=True,

@@ -47,7 +47,7 @@ from .output import exit_status, followed, print_json, say, screen
 @dtype_option
 @causal_option
 @score_options
-@tile_option
+@tile_option("Default: every tile of the spec.")
 @click.option("--sweep", is_flag=True,
               help="Compile the tiles of KERNEL without and with score options, and write the tiles that spill "
                    "registers to kernels_cu/NAME.spills.json. Automatic selection avoids these tiles. Takes minutes "
@@ -61,7 +61,7 @@ def compile_(
 ) -> None:  # fmt: skip
     """Compile kernels and report registers, spills and shared memory of each tile.
 
-    Also occupancy and compile time. Without --tile: every tile of the spec. Needs no GPU.
+    Also occupancy and compile time. Needs no GPU.
     """
     head_dims = numbers(widths, "--head-dim", "64,128")
     targets = _targets(kernels, archs)
@@ -132,7 +132,9 @@ def _costs(kernel: Kernel, target: str, problem: Problem, tile: Tile) -> Iterato
     arch = architectures.parse(target)
     where = (problem, tile, target)
     try:
-        if reason := kernel.why_unsupported(problem, arch) or choose.why_tile_unsupported(kernel, problem, tile, arch):
+        if reason := choose.why_unsupported(kernel, problem, arch) or choose.why_tile_unsupported(
+            kernel, problem, tile, arch
+        ):
             raise UnsupportedProblem(reason)
         where = (problem, tile, target := pipeline.target_of(kernel, target))
         compiled = pipeline.compile_problem(kernel, problem, tile, target)

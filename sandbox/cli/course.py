@@ -60,9 +60,9 @@ def start(number: int, folder: Path, as_json: bool) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @json_option
 def check_(number: int, file: Path, as_json: bool) -> None:
-    """Test FILE, a corrected copy of fault NUMBER.
+    """Test FILE, the corrected .cu of fault NUMBER.
 
-    The small problems of watch, and the sanitizers, on the CPU backend.
+    Runs the small problems of watch and the sanitizers on the CPU backend.
     """
     name = faults.get(number).name
     if file.name != f"{name}.cu":

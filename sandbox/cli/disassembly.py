@@ -45,7 +45,7 @@ def _command(language: str, doc: str) -> None:
     @dtype_option
     @causal_option
     @score_options
-    @tile_option
+    @tile_option()
     @click.option("--arch", help="Architecture, such as sm_90a. Default: this machine's GPU, else sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
                   help="Compare with a git revision, tile, .cu file, or history:N (stored by watch).")  # fmt: skip

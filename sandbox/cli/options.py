@@ -91,16 +91,19 @@ kernels_argument = click.argument(
 kernel_argument = click.argument("kernel", shell_complete=kernel_names, callback=_named)
 optional_kernel_argument = click.argument("kernel", required=False, shell_complete=kernel_names, callback=_named)
 entry_argument = click.argument("kernel", shell_complete=entry_names, callback=_named)
-tile_option = click.option(
-    "--tile",
-    help="Tile configuration: all its numbers, such as BLOCK_M=64,BLOCK_N=32 for fwd_minimal (`compile` prints those "
-    "of each kernel). Default: chosen from the kernel's spec.",
-)
-backend_option = click.option(
-    "--backend",
-    type=click.Choice(["cuda", "cpu"]),
-    help="GPU, or emulation on the host. Default: cuda if a GPU is present, else cpu.",
-)
+
+
+def tile_option(said: str = "Default: chosen from the kernel's spec.") -> Callable[[_F], _F]:
+    """The option --tile, with `said` added to its help."""
+    form = "Tile configuration: all its numbers, such as BLOCK_M=64,BLOCK_N=32 for fwd_minimal (`compile` prints those "
+    return click.option("--tile", help=f"{form}of each kernel). {said}".strip())
+
+
+def backend_option(
+    said: str = "GPU, or emulation on the host. Default: cuda if a GPU is present, else cpu.",
+) -> Callable[[_F], _F]:
+    """The option --backend, with the help `said`."""
+    return click.option("--backend", type=click.Choice(["cuda", "cpu"]), help=said)
 
 
 class Dtype(click.Choice[str]):

@@ -36,8 +36,8 @@ from .output import exit_status, followed, print_json, say
 @dtype_option
 @causal_option
 @score_options
-@tile_option
-@backend_option
+@tile_option("Default: see --shape.")
+@backend_option()
 @click.option("--timeout", type=Seconds(), default=120.0, show_default=True, help="Time limit per tool, in seconds.")
 @json_option
 def sanitize_(

@@ -40,8 +40,8 @@ from .output import exit_status, print_json, save_page, say, screen
 @dtype_option
 @causal_option
 @score_options
-@tile_option
-@backend_option
+@tile_option()
+@backend_option()
 @click.option("--blocks", metavar="N,N…", help="Blocks of the grid to show, at most four. Default: four.")
 @click.option(
     "--between", metavar="A,B", help="First and last tick to plot. Default: from 0 until a warp has 160 steps."
@@ -50,7 +50,7 @@ from .output import exit_status, print_json, save_page, say, screen
 @click.option("--trace", "trace_file", type=OutputPath(dir_okay=False), metavar="FILE",
               help="Write a trace for ui.perfetto.dev and chrome://tracing.")  # fmt: skip
 @click.option("--save", "saved", type=OutputPath(dir_okay=False), metavar="FILE",
-              help="Store the recording in FILE.json.gz, for --show.")  # fmt: skip
+              help="Store the recording in FILE (gzip-compressed JSON), for --show.")  # fmt: skip
 @click.option("--show", "shown", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="Show a stored recording instead of making one. Omit KERNEL. Needs no GPU.")  # fmt: skip
 @html_option

@@ -48,7 +48,7 @@ from .output import followed, print_json, save_page, say, screen
 @click.option(
     "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot the search space to PREFIX.png and PREFIX.svg."
 )
-@backend_option
+@backend_option("GPU, or emulation on the host, which only tests this command. Default: cuda.")
 @html_option
 @json_option
 def tune_(

@@ -48,12 +48,14 @@ map_option = click.option(
 
 @cli.command("run")
 @kernels_argument
-@shape_option("Default: four problems: gpt2, causal, cross, groups.")
+@shape_option(
+    "Default: for attention four problems, gpt2, causal, cross, groups; for a custom operation those of its spec."
+)
 @dtype_option
 @causal_option
 @score_options
-@tile_option
-@backend_option
+@tile_option()
+@backend_option()
 @map_option
 @json_option
 def run_(
@@ -62,7 +64,7 @@ def run_(
 ) -> None:  # fmt: skip
     """Compile, launch and verify; one line per kernel and problem.
 
-    --dtype, --causal and the score options need --shape: the default problems have their own.
+    The options from --dtype to --invariant need --shape: the default problems have their own.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)
@@ -103,8 +105,8 @@ def _shown(
 
 @cli.command("check")
 @kernels_argument
-@tile_option
-@backend_option
+@tile_option()
+@backend_option()
 @map_option
 @html_option
 @json_option
@@ -112,7 +114,7 @@ def check_(
     kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare kernels with the reference on a few hundred small problems each.
+    """Compare kernels with the reference on many small problems each, for attention on some hundred.
 
     Odd lengths, masks, dtypes, layouts, score options, and special inputs (all equal, one large value, …).
     """

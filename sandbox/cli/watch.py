@@ -56,8 +56,8 @@ _LOOKING_BACK = {
 @dtype_option
 @causal_option
 @score_options
-@tile_option
-@backend_option
+@tile_option()
+@backend_option()
 @click.option(
     "--timeout", type=Seconds(), default=10.0, show_default=True, help="Time limit per run of the kernel, in seconds."
 )
@@ -79,7 +79,8 @@ def watch_(
     """Compile, verify and time a kernel on every save.
 
     On every save of the .cu, its spec or a header: compile, sanitize, verify, time, and compare with earlier versions.
-    --dtype, --causal and the score options need --shape. --json prints one line per version; --html writes the history.
+    The options from --dtype to --invariant need --shape: the default problems have their own. --json prints one line
+    per version; --html writes the history.
     """
     chosen = registry.get(kernel)
     if new is not None and old is None:

@@ -34,16 +34,16 @@ _PACKAGES = {
 }
 _TOOLS = {
     "ncu": "profiles of one launch",
-    "nsys": "time lines of a program",
+    "nsys": "timeline of a program",
     "compute-sanitizer": "races and invalid accesses on a GPU",
     "nvdisasm": "machine code",
 }
 
-_READERS = {  # programs that open the output files, here or elsewhere
-    "pages: --html": "any browser, without a network",
-    "traces: timeline --trace": "ui.perfetto.dev, chrome://tracing",
-    "reports: profile": "Nsight Compute and Nsight Systems; as text with profile KERNEL --show",
-}
+READERS = (  # programs that open the output files, here or elsewhere
+    "files of --html open in any browser, without a network",
+    "files of timeline --trace open in ui.perfetto.dev and chrome://tracing",
+    "reports of profile open in Nsight Compute and Nsight Systems, and as text with profile KERNEL --show",
+)
 
 
 def examine() -> list[Finding]:
@@ -56,7 +56,6 @@ def examine() -> list[Finding]:
     findings.append(_try("cache", lambda: str(cache.directory()), required=True))
     findings += [_package(name, remedy) for name, remedy in _PACKAGES.items()]
     findings += [_tool(name, use) for name, use in _TOOLS.items()]
-    findings += [Finding(what, True, f"open in {reader}") for what, reader in _READERS.items()]
     return findings
 
 
@@ -71,7 +70,7 @@ def _gpu() -> list[Finding]:
             found.append(Finding(f"GPU {i}", True, text))
         return found
     except SandboxError as error:
-        return [Finding("GPU", False, "-", f"{error}; everything except timing works without a GPU")]
+        return [Finding("GPU", False, "-", f"{error}; only bench, profile and tune need a GPU")]
 
 
 def _compiler() -> str:

@@ -230,6 +230,7 @@ def test_doctor() -> None:
     for what, finding in findings.items():
         assert what in shown.stdout
         assert finding["ok"] or finding["remedy"]
+    assert shown.stdout.splitlines()[-3].startswith("files of --html open in any browser")
 
 
 def test_doctor_reports_missing_software(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
