@@ -40,7 +40,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             columns(widest, t) <= 64 * share,
-            f"D={widest} is not supported: {share} warps have 64 columns of dK and dV each; use a smaller BLOCK_N",
+            (
+                f"BLOCK_N={t.BLOCK_N} with WARPS={t.WARPS} is not supported at D={p.D}, Dv={p.Dv}: a warp has at most "
+                f"64 columns of dK and dV, and the number of warps that share them is 32 * WARPS / BLOCK_N = {share} "
+                "(use a smaller BLOCK_N or more WARPS)"
+            ),
         ),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
         (

@@ -20,8 +20,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (M % Y == 0, f"BLOCK_M={M} must be a multiple of THREADS_Y={Y}: all threads have the same number of rows"),
         (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: all threads have the same number of keys"),
         (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of 4 * THREADS_X={4 * X}: 4 per thread"),
-        (N % 4 == 0 and N % Y == 0 and steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
-         f"BLOCK_N={N} rows of {t.BLOCK_D} + 4 words must fit max(4, THREADS_Y={Y}) rows of V with Dv={p.Dv}"),
+        (N % 4 == 0 and N % Y == 0, f"BLOCK_N={N} must be a multiple of 4 and of THREADS_Y={Y}"),
+        (steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
+         (f"BLOCK_N={N} with BLOCK_D={t.BLOCK_D} is not supported at Dv={p.Dv}: V is loaded in steps of BLOCK_N / 2^i "
+          f"keys that fit BLOCK_N * (BLOCK_D + 4) words, and a step must be a multiple of max(4, THREADS_Y={Y}) keys "
+          "(use a larger BLOCK_D)")),
         (owned < 128 or not (p.score and p.score.changes and p.score.hides),
          f"{owned} registers for S and O per thread spill at Dv={p.Dv} with a Score that has an expression and a mask"),
         (owned + others <= 255 and X * Y * (owned + others) <= 65536,

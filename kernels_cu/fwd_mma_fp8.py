@@ -34,8 +34,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             accumulators <= 168,
             (
-                f"BLOCK_M={t.BLOCK_M} by WARPS={t.WARPS} needs {accumulators} registers for S and O at Dv={p.Dv}: "
-                "the limit is 168 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
+                f"BLOCK_M={t.BLOCK_M} with WARPS={t.WARPS} needs {accumulators} registers per thread for S and O at "
+                f"Dv={p.Dv}: the limit is 168 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
             ),
         ),
         (

@@ -81,7 +81,7 @@ def _check_dtypes(views: Mapping[str, ArrayView]) -> None:
         keys = f"; {k} keys need q in float16, bfloat16 or {k}" if k in FLOAT8 else ""
         raise UnsupportedProblem(f"q is {q} and {k_name} is {k}: convert both to one dtype{keys}")
     if v != k and not (v in FLOAT8 and k in FLOAT8):
-        both = "float8" if q in FLOAT8 else f"{q}, as q is{', or float8' if q in OF_16_BITS else ''}"
+        both = "float8" if q in FLOAT8 else f"{q}, the dtype of q{', or both to float8' if q in OF_16_BITS else ''}"
         raise UnsupportedProblem(f"{k_name} is {k} and {v_name} is {v}: convert both to {both}")
 
 

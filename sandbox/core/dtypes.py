@@ -38,8 +38,8 @@ def _normalise_kv_dtype(dtype: str, kv_dtype: str) -> str:
         return ""
     if dtype not in OF_16_BITS or found not in FLOAT8:
         raise SpecError(
-            f"kv_dtype={kv_dtype!r} is not supported with dtype={dtype!r}: only float8 keys and values with float16 or "
-            "bfloat16 queries may differ"
+            f"kv_dtype={kv_dtype!r} is not supported with dtype={dtype!r}: k and v may have another dtype than q only "
+            "as float8 with q in float16 or bfloat16 (omit kv_dtype)"
         )
     return found
 
@@ -49,7 +49,10 @@ def _normalise_v_dtype(dtype: str, v_dtype: str) -> str:
     if not v_dtype or (found := normalise_dtype("v_dtype", v_dtype)) == dtype:
         return ""
     if dtype not in FLOAT8 or found not in FLOAT8:
-        raise SpecError(f"v_dtype={v_dtype!r} is not supported with dtype={dtype!r}: only float8 dtypes may differ")
+        raise SpecError(
+            f"v_dtype={v_dtype!r} is not supported with {dtype} keys: v may have another dtype than k only if both are "
+            "float8 (omit v_dtype)"
+        )
     return found
 
 

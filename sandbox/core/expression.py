@@ -52,8 +52,8 @@ def check(name: str, text: str) -> None:
                              f"other: join them with &&, as in a {compared[-1]} b && b {token} c")  # fmt: skip
             compared[-1] = token
         elif token.endswith("="):
-            other = "write == to compare, or only the new value" if token == "=" else "write only the new value"
-            raise _error(name, text, f"assigns, by {token}: {other}")
+            other = "write == to compare, or " if token == "=" else "write "
+            raise _error(name, text, f"contains the assignment {token}: {other}only the new value, without x {token}")
     if opened:
         raise _error(name, text, f"has a {opened[-1]} that is not closed")
 

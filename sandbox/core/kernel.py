@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .dtypes import FLOAT8_ARCH, ITEMSIZE
+from .dtypes import FLOAT8_ARCH, ITEMSIZE, OF_16_BITS
 from .errors import SpecError, UnknownKernel
 from .operation import Operation
 from .options import macros
@@ -246,8 +246,8 @@ class Kernel(Entry):
             return f"{self.name}: dtype {problem.dtype} is not supported: it must be {dtypes} (convert the tensors)"
         if arch is not None and arch < self.min_arch:
             need, have = (".".join(map(str, a)) for a in (self.min_arch, arch))
-            later = "and no other" if self.arch_suffix == "a" else "or later"
-            return f"{self.name}: compute capability {have} is not supported: it needs {need} {later}"
+            needs = f"runs on {need} only" if self.arch_suffix == "a" else f"needs {need} or later"
+            return f"{self.name}: compute capability {have} is not supported: the kernel {needs}"
         forward_only = "they are forward only" if self.computes == "backward" else ""
         if problem.kv_dtype and not self.float8_keys:
             keys = f"{problem.kv_dtype} keys with {problem.dtype} queries"
@@ -281,8 +281,8 @@ class Kernel(Entry):
             if most < width:
                 dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
                 latent = self.computes == "forward" and width > 256 and not self.latent
-                latent = latent and not problem.latent and not problem.invariant
-                hint = " (pass v=k[..., :Dv]: with latent attention D is at most 576)" if latent else ""
+                latent = latent and not problem.latent and not problem.invariant and problem.dtype in OF_16_BITS
+                hint = " (latent attention, v=k[..., :Dv], has another kernel, with D <= 576)" if latent else ""
                 return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{hint}"
         if reason := self.supports(problem, arch):
             return f"{self.name}: {reason}"

@@ -16,8 +16,9 @@ def check_sizes(B: int, H: int, Sq: int, Sk: int) -> None:
     for name, rows in (("Sq", Sq), ("Sk", Sk)):
         if rows > MOST_ROWS:
             raise UnsupportedProblem(
-                f"{name}={rows} is not supported: row indices are int32, at most 2^29 = {MOST_ROWS} per batch entry; "
-                "split the sequence and combine the partial outputs by their LSE"
+                f"{name}={rows} is not supported: kernels add row indices and the window's bound in int32, so the "
+                f"limit is 2^29 = {MOST_ROWS} rows per batch entry; split the sequence and combine the partial outputs "
+                "by their LSE"
             )
     check_count("B * H", B * H, "heads are counted in int32")
 

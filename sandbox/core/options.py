@@ -440,8 +440,8 @@ def check_products(scale: float, softcap: float, descale: Sequence[float]) -> No
         return
     if not FLOAT32_NORMAL <= softcap <= 1 / FLOAT32_NORMAL:
         raise SpecError(
-            f"softcap={softcap!r} is not supported: kernels divide by it in float32, which holds its reciprocal only "
-            "between 1.2e-38 and 8.5e37; pass 0 for no softcap"
+            f"softcap={softcap!r} is not supported: kernels divide by it in float32, so it must be between 1.2e-38 "
+            "and 8.5e37; pass 0 for no softcap"
         )
     if factor and not FLOAT32_NORMAL <= abs(factor) / softcap < FLOAT32_OVERFLOW:
         raise SpecError(

@@ -49,7 +49,9 @@ def explain(error: CompileError, score: Score) -> str:
     file = f" (in {score.file})" if score.file else ""
     messages = "\n".join(f"{_without_types(m.text)}{_excerpt(m, score)}" for m in found)
     hints = "\n".join(_allowed(name, score) for name in dict.fromkeys(m.name for m in found))
-    return f"Score: {' '.join(str(score).split())}{file} does not compile: {messages}\n{hints}\n({compiler})"
+    return (
+        f"Score: {' '.join(str(score).split())}{file} does not compile: {messages}\n{hints}\n(reported by {compiler})"
+    )
 
 
 def _without_types(text: str) -> str:

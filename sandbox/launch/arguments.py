@@ -202,7 +202,10 @@ class ArgumentBlock:
     ):  # fmt: skip
         unknown = [name for name in entry.args if name not in kinds and name not in entry.numbers]
         if unknown:
-            raise SpecError(f"{entry.name}: args {', '.join(unknown)} are not in sandbox/launch/arguments.py")
+            raise SpecError(
+                f"{entry.name}: args: {unknown[0]!r} is not known: choose one of {', '.join(kinds)}, or define it in "
+                "`numbers` of the spec"
+            )
         slots: list[tuple[str, Any]] = []
         self.values: list[Any] = []
         for name in entry.args:

@@ -44,7 +44,7 @@ def steps_of(source: Path) -> tuple[str, ...]:
     texts = (_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files if file.name != "timeline.cuh")
     names = {name for text in texts for name in _CALL.findall(text)}
     if not names:
-        raise UnsupportedProblem(f"{source.name} has no marks: add TIMELINE(name); where a step begins")
+        raise UnsupportedProblem(f"{source.name} has no marks: add the statement `TIMELINE(name);` where a step begins")
     found = (DONE, *sorted(names - {DONE}))
     if len(found) > MOST_STEPS:
         raise UnsupportedProblem(

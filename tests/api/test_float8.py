@@ -195,9 +195,13 @@ def test_refusals() -> None:
         sandbox.attention(q, k, v, descale=(1, 1, torch.ones(2, 2, dtype=torch.float64)))
     with pytest.raises(UnsupportedProblem, match=r"k is float8_e4m3 and v is float32: convert both to float8"):
         sandbox.attention(q, k, v.float(), descale=one)
-    with pytest.raises(UnsupportedProblem, match=r"k is float8_e4m3 and v is float16: .* float16, as q is, or float8"):
+    with pytest.raises(
+        UnsupportedProblem, match=r"k is float8_e4m3 and v is float16: .* float16, the dtype of q, or both to float8"
+    ):
         sandbox.attention(q.half(), k, v.half(), descale=one)
-    with pytest.raises(UnsupportedProblem, match=r"k is float32 and v is float8_e4m3: convert both to float32, as q"):
+    with pytest.raises(
+        UnsupportedProblem, match=r"k is float32 and v is float8_e4m3: convert both to float32, the dtype of q"
+    ):
         sandbox.attention(q.float(), k.float(), v, descale=one)
     with pytest.raises(SpecError, match=r"out_dtype='int8' is not supported with dtype='float8_e4m3'"):
         sandbox.attention(q, k, v, descale=one, out_dtype="int8")

@@ -205,7 +205,7 @@ def test_list_reports_grids_that_are_too_large() -> None:
 def test_list_for_the_cpu_and_for_an_unsupported_problem() -> None:
     assert {"chosen", "supported"} <= {*re.findall(r"\w+", call("list", "--shape", "1,2,7,64").stdout)}
     on_old = call("list", "--shape", "1,2,7,64", "--arch", "sm_75").stdout
-    assert "compute capability 7.5 is not supported: it needs 8.0 or later" in on_old
+    assert "compute capability 7.5 is not supported: the kernel needs 8.0 or later" in on_old
     too_large = call("list", "--shape", "1,2,7,300", "--arch", "cpu")
     assert too_large.exit_code == 2
     assert "D=300 is not supported" in too_large.stdout
@@ -308,6 +308,39 @@ def test_compile_reports_unsupported_problems() -> None:
     assert shown.stderr.startswith("not compiled: fwd_minimal: D=512 is not supported: head dimensions are at most 256")
     assert [row["ok"] for row in parsed(*options)] == [True, None]
     assert "D=512 is not supported" in parsed(*options)[1]["message"]
+
+
+def test_compile_names_the_kernel_for_another_architecture() -> None:
+    shown = call("compile", "fwd_wgmma", "--arch", "sm_80", "--shape", "1,1,64,64")
+    assert "8.0 is not supported: the kernel runs on 9.0 only (use fwd_mma)" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("kernel", "D", "tile", "message"),
+    [
+        (
+            "bwd_mma",
+            "128",
+            "BLOCK_M=64,BLOCK_N=128,WARPS=4,MIN_BLOCKS=2",
+            "BLOCK_N=128 with WARPS=4 is not supported at D=128, Dv=128: a warp has at most 64 columns",
+        ),
+        (
+            "fwd_block2d",
+            "64",
+            "BLOCK_M=64,BLOCK_N=72,BLOCK_D=64,THREADS_X=8,THREADS_Y=16",
+            "BLOCK_N=72 must be a multiple of 4 and of THREADS_Y=16",
+        ),
+        (
+            "fwd_block2d",
+            "64/256",
+            "BLOCK_M=64,BLOCK_N=64,BLOCK_D=64,THREADS_X=8,THREADS_Y=32",
+            "BLOCK_N=64 with BLOCK_D=64 is not supported at Dv=256: V is loaded in steps",
+        ),
+    ],
+)
+def test_compile_has_the_rule_that_a_tile_breaks(kernel: str, D: str, tile: str, message: str) -> None:
+    shown = call("compile", kernel, "--shape", f"1,1,64,{D}", "--tile", tile)
+    assert shown.stderr.startswith(f"not compiled: {kernel}: {message}")
 
 
 def test_older_spellings_of_shape() -> None:

@@ -76,7 +76,7 @@ def test_a_window_is_at_most_all_rows_and_keys(bound: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"Sq": 2**29 + 1}, "Sq=536870913 is not supported: row indices are int32, at most 2^29"),
+        ({"Sq": 2**29 + 1}, "Sq=536870913 is not supported: kernels add row indices and the window's bound in int32"),
         ({"Sk": 2**31}, "Sk=2147483648 is not supported"),
         ({"Sk": 2**40}, "Sk=1099511627776 is not supported"),
         ({"B": 2**17, "H": 2**14}, "B * H = 2147483648 is not supported: heads are counted in int32"),
@@ -408,11 +408,11 @@ def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
             {"D": 300, "Sq": 1},
             None,
             (
-                "fwd_x: D=300 is not supported: head dimensions are at most 128 (pass v=k[..., :Dv]: with latent "
-                "attention D is at most 576)"
+                "fwd_x: D=300 is not supported: head dimensions are at most 128 (latent attention, v=k[..., :Dv], has "
+                "another kernel, with D <= 576)"
             ),
         ),
-        ({}, (7, 5), "fwd_x: compute capability 7.5 is not supported: it needs 8.0 or later"),
+        ({}, (7, 5), "fwd_x: compute capability 7.5 is not supported: the kernel needs 8.0 or later"),
         ({"B": 5}, (9, 0), "fwd_x: no broadcast over B"),
     ],
 )
@@ -420,10 +420,16 @@ def test_refusals_of_a_problem(values: dict, arch, message: str) -> None:
     assert KERNEL.why_unsupported(dataclasses.replace(P, **values), arch) == message
 
 
+def test_no_kernel_supports_latent_attention_in_float32() -> None:
+    wide = Problem(1, 1, 4, 4, 300, dtype="float32")
+    refused = registry.get("fwd_minimal").why_unsupported(wide)
+    assert refused == "fwd_minimal: D=300 is not supported: head dimensions are at most 256"
+
+
 def test_refusals_by_a_kernel_of_one_architecture() -> None:
     of_one = dataclasses.replace(KERNEL, min_arch=(9, 0), arch_suffix="a")
     assert of_one.why_unsupported(P, (8, 0)) == (
-        "fwd_x: compute capability 8.0 is not supported: it needs 9.0 and no other"
+        "fwd_x: compute capability 8.0 is not supported: the kernel runs on 9.0 only"
     )
 
 
@@ -617,9 +623,9 @@ def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
         ("x + j//2", "contains //, which begins a comment in C++: leave comments out; / of integers rounds toward"),
         ("x\n - j  // c\n + 1", "contains //, which"),
         ("x /* c */", "contains /*, which begins a comment"),
-        ("j = i", "assigns, by =: write == to compare, or only the new value"),
-        ("where(j = i, x, 0)", "assigns, by =:"),
-        ("x <<= 3", "assigns, by <<=: write only the new value"),
+        ("j = i", "contains the assignment =: write == to compare, or only the new value, without x ="),
+        ("where(j = i, x, 0)", "contains the assignment =:"),
+        ("x <<= 3", "contains the assignment <<=: write only the new value, without x <<="),
         ("x) * (2", "has a ) that closes nothing"),
         ("j <= i) || (true", "has a ) that closes nothing"),
         ("t[i)", "has a ) that closes nothing"),

@@ -104,8 +104,8 @@ P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
     [
         ("fwd_wgmma", (10, 0), {}, "wgmma exists on 9.0 only (use fwd_mma)"),
         ("bwd_wgmma", (10, 0), {}, "wgmma exists on 9.0 only (use bwd_mma)"),
-        ("fwd_wgmma_fp8", (8, 9), {"dtype": "float8_e4m3"}, "it needs 9.0 and no other (use fwd_mma_fp8)"),
-        ("fwd_wgmma", (7, 5), {}, "it needs 9.0 and no other (use fwd_block2d)"),
+        ("fwd_wgmma_fp8", (8, 9), {"dtype": "float8_e4m3"}, "the kernel runs on 9.0 only (use fwd_mma_fp8)"),
+        ("fwd_wgmma", (7, 5), {}, "the kernel runs on 9.0 only (use fwd_block2d)"),
         ("bwd_wgmma_persistent", HOPPER, {}, "head dimensions are at most 64 (use bwd_wgmma)"),
         ("fwd_wgmma", HOPPER, {"mappable": False}, "by TMA (pass contiguous copies, or use fwd_mma)"),
         ("fwd_mma", HOPPER, {"D": 60, "Dv": 60}, "(pad D with zeros to 64, or use fwd_block2d)"),
@@ -137,7 +137,7 @@ P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
             "fwd_mma",
             HOPPER,
             {"D": 300, "Dv": 300},
-            "(pass v=k[..., :Dv]: with latent attention D is at most 576)",
+            "(latent attention, v=k[..., :Dv], has another kernel, with D <= 576)",
         ),
     ],
 )

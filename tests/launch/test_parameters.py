@@ -70,6 +70,15 @@ def test_a_kernel_is_loaded_only_if_each_entry_agrees(other: bool) -> None:
         pipeline.load(changed, kernel.tiles[0], problem_of(kernel), HOST)
 
 
+def test_an_unknown_name_in_args() -> None:
+    kernel = registry.get("fwd_minimal")
+    kernel = dataclasses.replace(kernel, args=("grp", *kernel.args))
+    with pytest.raises(
+        SpecError, match=r"^fwd_minimal: args: 'grp' is not known: choose one of .*group.*, or define it in"
+    ):
+        arguments.ArgumentBlock(kernel, problem_of(kernel), kernel.tiles[0], {})
+
+
 def swapped(one: str, other: str) -> tuple[str, ...]:
     change = {one: other, other: one}
     return tuple(change.get(name, name) for name in ARGS)
