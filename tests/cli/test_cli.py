@@ -1011,7 +1011,7 @@ def test_costs(width: int) -> None:
     words = "bwd_block2d D128 bfloat16 causal sm_100a 96 KiB 12% 500 ms BLOCK_M=128"
     assert set(words.split()) <= set(shown.replace(",", " ").split())
     assert " 168 +92 " in shown  # 44 B of stores, 48 B of loads
-    assert "spilled" in shown
+    assert "bytes of spill stores and loads" in shown
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_problems_as_json(folder: Path) -> None:
     with pytest.raises(SpecError, match=r"shape '8,16' must be M,N,K, such as 4096,4096,4096"):
         suite_of(kernel).problem(kernel, "8,16", "float16")
     assert kernel.why_unsupported(problem, (8, 0)) == (
-        "matmul: compute capability 8.0 is not supported: it needs 9.0 and no other"
+        "matmul: compute capability 8.0 is not supported: the kernel runs on 9.0 only"
     )
     reason = registry.get("stencil").why_unsupported(problem)
     assert reason == "stencil: it computes stencil: M8 N16 K24 bfloat16 is a problem of another operation"

@@ -309,7 +309,7 @@ def test_a_mistake_in_a_score_is_told_by_its_own_line(mistake: str) -> None:
     with pytest.raises(CompileError) as refused:
         score.evaluate(np.zeros((2, 2)), 0, 0, np.zeros((2, 1), int), np.zeros((1, 2), int), 130, 97)
     assert located(str(refused.value), score) == expected
-    assert str(refused.value).endswith("\n(g++)")
+    assert str(refused.value).endswith("\n(reported by g++)")
     assert "error: " in refused.value.log
     try:
         nvrtc.version()
