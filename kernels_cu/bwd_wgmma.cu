@@ -45,7 +45,7 @@
 #include "bwd_combine_group.cuh"
 #include "bwd_epilogue.cuh"
 #include "bwd_load.cuh"
-#include "bwd_mma_steps.cuh"
+#include "bwd_wgmma_steps.cuh"
 #include "bwd_postprocess.cuh"
 #include "bwd_wgmma_tiles.cuh"
 #include "dq_semaphore.cuh"

@@ -25,7 +25,7 @@
 #define FALLBACK_INLINE __forceinline__
 #include "bwd_epilogue.cuh"
 #include "bwd_load.cuh"
-#include "bwd_mma_steps.cuh"
+#include "bwd_wgmma_steps.cuh"
 #include "bwd_postprocess.cuh"
 #include "non_finite.cuh"
 #include "tile_scheduler_bwd_persistent.cuh"

@@ -44,7 +44,7 @@ struct ConsumerWarpgroup {
         return tile + query_offset * SmemLayoutPdS::ROW_BYTES;
     }
 
-    // S^T or dP^T of the consumer's queries and all keys. Layouts: see bwd_mma_steps.cuh.
+    // S^T or dP^T of the consumer's queries and all keys. Layouts: see bwd_wgmma_steps.cuh.
     template <int COLUMNS>
     __device__ __forceinline__ void mma_SdP_own_queries(float (&C)[M / 2], unsigned keys_at,
                                                         unsigned queries_at) const {
