@@ -19,7 +19,8 @@ static_assert(SMEM_BYTES == 4 * (HEAD_DIM + HEAD_DIM_V) * (2 * BLOCK_N + BLOCK_M
 static_assert(SMEM_BYTES_DQ == 4 * (HEAD_DIM * (2 * BLOCK_M + BLOCK_N) + HEAD_DIM_V * (BLOCK_M + BLOCK_N)),
               "spec and kernel disagree on shared memory");
 
-// Loads this thread's row of a tensor into column [WIDTH][ROWS] of shared memory; zeros for row >= S.
+// Loads this thread's row of a tensor into its column of a tile [WIDTH][ROWS] in shared memory, which begins at
+// `column`; zeros for row >= S.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void load_column(float* column, View<const dtype> tensor, int b, int h, int row, int S) {
 #pragma unroll 8  // more loads in flight spill

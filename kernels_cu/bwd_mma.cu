@@ -49,9 +49,9 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
     for (int sub = 0; sub < QUERIES; sub += SUB_M) {
         const int first = warp.part * QUERIES + sub;  // first query of this step in the tile
         float S[2][SUB_M / 8][4] = {};
-        mma_ABt(S, K_tile + warp.keys * ROW_BYTES, Q_tile + first * ROW_BYTES, rows, transposed_rows);
+        mma_ABt(S, K_tile + warp.first_key * ROW_BYTES, Q_tile + first * ROW_BYTES, rows, transposed_rows);
         const auto at = [&](int mt, int half, int nt, int odd) {  // element 2 * half + odd of S[mt][nt]
-            return ScoreIndex(m0 + first + 2 * q, n0 + warp.keys + g, 8 * nt + odd, 16 * mt + 8 * half);
+            return ScoreIndex(m0 + first + 2 * q, n0 + warp.first_key + g, 8 * nt + odd, 16 * mt + 8 * half);
         };
         unsigned derivative[Head::HAS_DERIVATIVE ? SUB_M / 16 : 1][2]
                            [4];  // of the score modification; 16-bit pairs, as dS
@@ -64,7 +64,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
         for (int step = 0; step < SUB_M / 16; ++step) {
             unsigned dropped_P[2][4];
             Head::Kept blocks[2];
-            head.keep_along_keys(blocks, m0 + first + 16 * step, n0 + warp.keys);
+            head.keep_along_keys(blocks, m0 + first + 16 * step, n0 + warp.first_key);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const unsigned mask = blocks[i / 4].mask(i % 4);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
         }
 
         float dP[2][SUB_M / 8][4] = {};
-        mma_ABt(dP, K_tile + K_BYTES + warp.keys * V_ROW_BYTES, dO_tile + first * V_ROW_BYTES, V_rows, dO_rows);
+        mma_ABt(dP, K_tile + K_BYTES + warp.first_key * V_ROW_BYTES, dO_tile + first * V_ROW_BYTES, V_rows, dO_rows);
         unsigned dS[SUB_M / 16][2][4];
 #pragma unroll
         for (int nt = 0; nt < SUB_M / 8; ++nt) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
                 }
                 const unsigned ds = pack(ds0, ds1);
                 dS[nt / 2][mt][nt % 2 * 2 + half] = ds;
-                char* out = dS_tile + PTile::at(warp.keys + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
+                char* out = dS_tile + PTile::at(warp.first_key + 16 * mt + 8 * half + g, first / 8 + nt) + 4 * q;
                 *reinterpret_cast<unsigned*>(out) = ds;
                 if (KEY_WARPS > 1)
                     *reinterpret_cast<unsigned*>(out + P_BYTES) = DROPOUT ? packed & keep_pair * 0xffffu : packed;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void add_other_queries(Accumulators<COLS>& dK, Accumu
 #pragma unroll
         for (int step = 0; step < QUERIES / 16; ++step) {
             const auto offsets = row_offsets<POffsets>(warp.lane, first / 8);
-            const SmemAddr from = dS_tile + warp.keys * PTile::ROW;
+            const SmemAddr from = dS_tile + warp.first_key * PTile::ROW;
             unsigned A[2][4];
             ldmatrix_x4(A[0], from + P_BYTES + offsets(0, step));
             ldmatrix_x4(A[1], from + P_BYTES + offsets(16, step));
@@ -243,8 +243,9 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 }
 
 // Postprocess: dQ = scale * dQ_accum, from the order of accumulators to rows. Each warp converts what the warps with
-// the same index have added, in all blocks. LIMIT_BLOCKS: variants that spill because ptxas limits their registers for
-// more blocks per SM than 512 / THREADS, unless __launch_bounds__ has this number (DQ_BLOCKS = 0: no number).
+// the same index have added, in all blocks. LIMIT_BLOCKS: variants that need 512 / THREADS as the minimum number
+// of blocks in __launch_bounds__. Without a number (DQ_BLOCKS = 0) ptxas limits their registers, so that more blocks
+// fit on an SM, and they spill.
 constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK ||
                               (D_PAD > HEAD_DIM && (Snippet::HAS_SCORE_MOD || DROPOUT));
 constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;

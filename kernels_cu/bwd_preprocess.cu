@@ -63,8 +63,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void bwd_preprocess(
             delta[first + i * ROWS] = dLSE ? sum - dLSE[first + i * ROWS] : sum;
     }
     if (RAGGED || BLOCK_MAP)
-        griddepcontrol_wait();  // the entry point before this one is then complete, too, when the next one's wait
-                                // returns
+        // This launch completes only after the one before it (block map, bwd_wgmma_scheduler): the wait of the next one
+        // covers both.
+        griddepcontrol_wait();
 }
 
 // ---- Gradient of the bias: dbias = sum of P * (dP - delta), times the derivative of score_mod, over

@@ -19,8 +19,8 @@
 // clang-format on
 //
 // Load and store warps have 24 registers (setmaxnreg). If they spill, ptxas adds register copies to the consumers'
-// loops, too. So these warps read a published value (one that warp 0 has written to shared memory) again instead of
-// keeping it.
+// loops, too. So these warps read a published value (`Published`: one in shared memory that one warp has written for
+// others) again instead of keeping it.
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
 #include "bwd_epilogue.cuh"
@@ -56,7 +56,7 @@ using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 // previous one, whose dQ is staged; the store warp remembers it. For work tiles with m_blocks 0, 1 and 2, 3:
 //
 //   iteration            staged            description    store warp
-//   m_block 0            nothing           m_block 0      remembers m_block 0
+//   m_block 0            dS = 0 times K    m_block 0      stores nothing, remembers m_block 0
 //   m_block 1            dQ of m_block 0   m_block 1      adds it to m_block 0, remembers m_block 1
 //   end of work tile     dV, then dK       dV, then dK    stores them
 //   m_block 2            dQ of m_block 1   m_block 2      adds it to m_block 1, remembers m_block 2

@@ -22,11 +22,11 @@ __device__ __forceinline__ void mma_ABt(float (&C)[2][N_TILES][4], SmemAddr A_ti
 // Indices of a thread's warp. Each function computes them, and its addresses, again from thread_index_x(), because the
 // accumulators leave no registers for them.
 struct Warp {
-    // keys: its first key in the tile; part: its index among the KEY_WARPS warps that own these keys, which selects its
+    // first_key: in the tile; part: its index among the KEY_WARPS warps that own these keys, which selects its
     // queries and columns.
-    unsigned index, lane, keys, part;
+    unsigned index, lane, first_key, part;
     __device__ __forceinline__ explicit Warp(unsigned thread)
-        : index(thread / 32), lane(thread % 32), keys(index / KEY_WARPS * 32), part(index % KEY_WARPS) {}
+        : index(thread / 32), lane(thread % 32), first_key(index / KEY_WARPS * 32), part(index % KEY_WARPS) {}
 
     // ldmatrix offsets of 16 x 16 blocks: rows of an A operand, rows of a B operand (transposed), the warp's columns of
     // dK or dV.
@@ -94,7 +94,7 @@ __device__ __forceinline__ void stage_rows(char* tile, const Accumulators<COLUMN
     const Warp warp(thread_index_x());
 #pragma unroll
     for (int i = 0; i < 4 * (COLUMNS / 8); ++i) {
-        const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.keys + 16 * mt + 8 * half + warp.lane / 4;
+        const int half = i % 2, mt = i / 2 % 2, nt = i / 4, row = warp.first_key + 16 * mt + 8 * half + warp.lane / 4;
         const unsigned offset = SwizzledRows<COLUMNS * KEY_WARPS>::at(row, warp.part * (COLUMNS / 8) + nt);
         *reinterpret_cast<unsigned*>(tile + offset + warp.lane % 4 * 4) =
             pack(sums[mt][nt][2 * half] * factor, sums[mt][nt][2 * half + 1] * factor);

@@ -28,7 +28,7 @@ constexpr unsigned STATS_BYTES = 2 * sizeof(float) * BLOCK_M;  // LSE and delta 
 // accumulators of dQ in the order of the registers, so that a consumer stores them without a shuffle. The 4 floats of
 // lane 4 * g + q: columns 2 * q and 2 * q + 1 of row g of the warp's 16 rows, then those of row g + 8. Which rows and
 // columns of the tile a consumer has: DQ_COLS in bwd_wgmma_tiles.cuh. stage_dQ and bwd_consumer_wide.cuh write this
-// layout, write_dQ_fragments (bwd_postprocess.cuh) reads it with load_fragment_rows (ptx.cuh).
+// layout; write_dQ_fragments, with load_fragment_rows (ptx.cuh), and dQFragment (bwd_postprocess.cuh) read it.
 constexpr int DQ_FRAGMENT_FLOATS = 32 * 4;               // of a warp and a chunk: 16 rows x 8 columns
 constexpr int DQ_CHUNK_FLOATS = 4 * DQ_FRAGMENT_FLOATS;  // of the four warps of a consumer: 64 rows x 8 columns
 
@@ -39,13 +39,16 @@ struct BwdParams {
         &V,                     // (B, Hk, Sk, HEAD_DIM_V)
         &dO;                    // (B, H, Sq, HEAD_DIM_V)
     const float *LSE, *delta;   // (B, H, Sq), contiguous
-    float* dQ_accum;       // semaphores or a counter, then the accumulators of dQ; the layout depends on the kernel
-    const View<dtype>&dK,  // (B, Hk, Sk, HEAD_DIM)
-        &dV;               // (B, Hk, Sk, HEAD_DIM_V)
+    // The accumulators of dQ, after a tile counter and semaphores (dq_semaphore.cuh), a tile counter alone
+    // (bwd_wgmma_persistent) or nothing (bwd_wgmma_head).
+    float* dQ_accum;
+    const View<dtype>&dK,                       // (B, Hk, Sk, HEAD_DIM)
+        &dV;                                    // (B, Hk, Sk, HEAD_DIM_V)
     const TensorMap &Q_tile_map, &dO_tile_map;  // boxes of BLOCK_M rows
     const TensorMap &K_map, &V_map;             // boxes of BLOCK_N rows
     const TensorMap &dK_map, &dV_map;           // boxes of 64 rows
-    int B, Hk, group;                           // B: batch entries of the tensors, 1 if RAGGED; group: H / Hk
+    int B, Hk, group;                           // B: batch entries of the tensors, 1 if RAGGED, 0 in
+                                                // bwd_wgmma_head, which does not use it; group: H / Hk
     const Score& score;
     float* dKV_partials;  // only if SPLIT_GROUP: pairs of 16-bit elements (bwd_combine_group.cuh)
 };
