@@ -28,6 +28,7 @@ from .weights import Weights
 
 _BUDGET_SECONDS = 2.0
 _LONGEST = 512  # rows or keys of a probe
+_SPECIAL_ROWS = 96  # the inputs "nan" and "inf" have their special values in rows before this one
 _HEADS = r"h / group|/ group|kv_head|blockIdx\.[yz]|\bh\b.*\bb\b"
 _SYNC = r"__syncthreads|wait|stage_of|acquire"
 _STORE = r"O\.row|query_row >=|head\.Sq|LSE\["
@@ -150,7 +151,8 @@ def _variations(e: _Examined, case: Case, base: Problem) -> Iterator[Probe]:
     kind = "" if case.inputs == "normal" else "inputs"
     if kind:
         condition = _INPUTS.get(case.inputs, f"wrong with inputs {case.inputs!r}")
-        yield Probe(Case("probe", base, inputs=case.inputs), condition, kind)
+        Sq, Sk = (max(n, -(-_SPECIAL_ROWS // tile) * tile) for n, tile in ((base.Sq, e.M), (base.Sk, e.N)))
+        yield Probe(Case("probe", replace(base, Sq=Sq, Sk=Sk), inputs=case.inputs), condition, kind)
     if max(p.Sq, p.Sk) <= _LONGEST:
         own = replace(case, problem=replace(p, B=1, H=1, Hk=1), layout="bhsd")
         yield Probe(own, f"{_WHOLE} with {p.Sq} queries and {p.Sk} keys", kind)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +15,12 @@ from project import kernel_copy
 
 from sandbox.core import registry
 from sandbox.core.kernel import Kernel
+from sandbox.core.tile import Tile
 from sandbox.launch.dlpack import HOST
 from sandbox.reference import attention
 from sandbox.spec import Problem
 from sandbox.verify import check, diagnosis, weights
-from sandbox.verify.cases import Case
+from sandbox.verify.cases import Case, make_inputs
 from sandbox.verify.weights import Weights, cause_of
 
 M = N = 32
@@ -36,7 +40,7 @@ def correct(Sk: int = SK, causal: bool = False) -> Weights:
     return Weights(P.copy(), P, LSE.copy(), LSE, q @ k.T / 8, parts, seen, M, N)
 
 
-def without(keys: slice, twice: int = 0) -> EDIT:
+def without(keys: slice | np.ndarray, twice: int = 0) -> EDIT:
     """Some keys count `twice` times, in O and l."""
 
     def edit(w: Weights) -> tuple[np.ndarray, np.ndarray]:
@@ -87,18 +91,26 @@ def in_tile(w: Weights, t: int, change: np.ndarray) -> np.ndarray:
     return found
 
 
+def spread(w: Weights) -> np.ndarray:
+    """A factor between 1.5 and 3 for each weight."""
+    return np.random.default_rng(3).uniform(1.5, 3, w.got.shape)
+
+
 FAULTS: dict[str, tuple[EDIT, str]] = {
     "a tile is missing": (without(slice(64, 96)), "key tile 2 of 4 is missing from S"),
     "the last tile": (without(slice(96, 128)), "key tile 3 of 4 (the last one) is missing from S"),
     "P V of a tile": (lambda w: (w.expected * (np.arange(SK) >= 32), w.lse),
                       "key tile 0 of 4 (the first one) is missing from P V"),
     "a tile twice": (without(slice(32, 64), 2), "key tile 1 of 4 counts 2 times"),
-    "some keys of every tile": (without(slice(24, 128, 32)), "missing"),
+    "some keys of every tile": (without(np.flatnonzero(np.arange(SK) % N // 8 == 2)),
+                                "keys 16 to 23 of every key tile are missing from S"),
     "no rescale of O": (lambda w: (w.expected * alpha(w), w.lse), "O is not rescaled"),
     "no rescale of l": (lambda w: (w.expected / (s := (w.expected * alpha(w)).sum(1))[:, None], w.lse + np.log(s)),
                         "row sum l is not rescaled"),
     "l without a tile": (lambda w: (w.expected / (s := w.expected[:, 32:].sum(1))[:, None], w.lse + np.log(s)),
                          "row sum l does not count key tile 0"),
+    "l with a tile twice": (lambda w: (w.expected / (s := 1 + w.expected[:, 64:96].sum(1))[:, None], w.lse + np.log(s)),
+                            "row sum l counts twice key tile 2"),
     "no division": (lambda w: (w.expected * np.exp(w.lse - w.scores.max(1))[:, None], w.lse), "not divided by the row"),
     "half of O": (lambda w: (w.expected / 2, w.lse), "O is 0.5 times"),
     "padding counts": (padded, "l counts 17 keys with score 0"),
@@ -108,6 +120,8 @@ FAULTS: dict[str, tuple[EDIT, str]] = {
                            "columns 16 to 31 of Q and K count 1.1 times"),
     "a step of K": (of_scores(lambda w: w.scores - w.parts[1, 1] + w.parts[1, 0]),
                     "columns 16 to 31 of Q are multiplied with columns 0 to 15 of K"),
+    "a step of K, too": (of_scores(lambda w: w.scores + w.parts[2, 0]),
+                         "columns 32 to 47 of Q are multiplied with columns 0 to 15 of K"),
     "K of another tile": (of_scores(lambda w: in_tile(w, 2, w.scores[:, 32:64])),
                           "scores of key tile 2 are those of key tile 1"),
     "S accumulates": (of_scores(lambda w: in_tile(w, 1, w.scores[:, :32] + w.scores[:, 32:64])),
@@ -121,6 +135,17 @@ FAULTS: dict[str, tuple[EDIT, str]] = {
     "m as LSE": (lambda w: (w.expected, w.scores.max(1)), "only LSE is wrong: it is the row maximum"),
     "LSE in base 2": (lambda w: (w.expected, w.lse / np.log(2)), "only LSE is wrong: it is in base 2"),
     "LSE of other rows": (lambda w: (w.expected, np.roll(w.lse, 8)), "LSE of other rows, 8 apart"),
+    "log(l) as LSE": (lambda w: (w.expected, w.lse - w.scores.max(1)), "only LSE is wrong: it is log(l) without"),
+    "negative LSE": (lambda w: (w.expected, -w.lse), "only LSE is wrong: it is the negative LSE"),
+    "LSE + 1": (lambda w: (w.expected, w.lse + 1), "only LSE is wrong: it is +1 off in all rows"),
+    "LSE of -inf": (lambda w: (w.expected * spread(w), np.where(np.arange(SQ) < 5, w.lse, -np.inf)),
+                    "LSE is -inf in rows that see keys, first in row 5"),
+    "V of other keys of a tile": (lambda w: (swapped(w.expected, 16, 1), w.lse),
+                                  "P of keys 0 to 15 multiplies the values of keys 16 to 31"),
+    "P of a tile": (lambda w: (w.expected * np.where(np.arange(SK) // N == 2, spread(w), 1), w.lse),
+                    "only the weights of key tile 2 of 4 are wrong"),
+    "l is too large": (lambda w: (w.expected / spread(w)[:, :1], w.lse + np.log(spread(w)[:, 0])), "l is too large"),
+    "l is too small": (lambda w: (w.expected * spread(w)[:, :1], w.lse - np.log(spread(w)[:, 0])), "l is too small"),
     "unwritten LSE": (lambda w: (w.expected, times_rows(w.lse, slice(3, 9), np.nan)), "not finite, from row 3"),
 }  # fmt: skip
 
@@ -136,6 +161,70 @@ def test_the_cause_is_named(fault: str) -> None:
         found = cause_of(w._replace(got=got * (1 + noise * rng.standard_normal(got.shape)), lse=lse))
         assert found, fault
         assert said in found.what
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_cause_must_explain_the_weights(fault: str) -> None:
+    """With a further error of 30% in each weight, no cause is named; if LSE is correct, the half of the kernel is."""
+    w = correct()
+    got, lse = FAULTS[fault][0](w)
+    rng = np.random.default_rng(3)
+    found = cause_of(w._replace(got=got * np.exp(0.3 * rng.standard_normal(got.shape)), lse=lse))
+    assert found is None or found.what.startswith(("LSE is correct and O is wrong", "LSE is -inf"))
+
+
+@pytest.mark.parametrize("fault", ["a tile twice", "V of another tile", "V of other keys of a tile"])
+def test_moved_keys_explain_the_weights_but_for_rounding(fault: str) -> None:
+    w = correct()
+    got, lse = FAULTS[fault][0](w)
+    rng = np.random.default_rng(3)
+    for noise, explained in ((0.01, True), (0.05, False)):
+        inexact = w._replace(got=got * np.exp(noise * rng.standard_normal(got.shape)), lse=lse)
+        assert bool(weights.moved_keys(inexact)) is explained
+
+
+@pytest.mark.parametrize("fault", ["l without a tile", "l with a tile twice"])
+def test_tiles_explain_the_row_sums_but_for_rounding(fault: str) -> None:
+    w = correct()
+    _, lse = FAULTS[fault][0](w)
+    rng = np.random.default_rng(3)
+    for noise, explained in ((1e-4, True), (0.006, False)):
+        inexact = w._replace(lse=lse + noise * rng.standard_normal(SQ))
+        assert bool(weights._sum_of_tiles(inexact, np.ones(SQ, bool))) is explained
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "LSE" in name and name != "unwritten LSE"])
+def test_a_wrong_lse_is_named_only_if_all_rows_have_it(fault: str) -> None:
+    w = correct()
+    _, lse = FAULTS[fault][0](w)
+    found = cause_of(w._replace(lse=np.where(np.isfinite(lse), lse, 9) + np.random.default_rng(3).normal(0, 0.2, SQ)))
+    assert found
+    assert "the final logarithm or its store" in found.what
+
+
+@pytest.mark.parametrize(("tiles", "named"), [((), False), ((1,), True), ((1, 2), True), ((0, 1, 2), False)])
+def test_single_tiles_are_named_if_they_are_at_most_half(tiles: tuple[int, ...], named: bool) -> None:
+    w = correct()
+    wrong = np.isin(np.arange(SK) // N, tiles)
+    found = weights._some_tiles(w._replace(got=w.got * np.where(wrong, spread(w), 1)))
+    assert bool(found) is named
+    assert not found or f"key tile {tiles[0]} of 4" in found.what
+
+
+@pytest.mark.parametrize(
+    ("Sk", "keys", "said"),
+    [
+        (128, slice(32, 96), "key tiles 1 to 2 of 4 are missing from S"),
+        (112, slice(96, 112), "key tile 3 of 4 (the last, partial one) is missing from S"),
+        (128, slice(40, 48), "keys 40 to 47 of key tile 1 of 4 are missing from S"),
+    ],
+)
+def test_which_keys_are_missing(Sk: int, keys: slice, said: str) -> None:
+    w = correct(Sk)
+    got, lse = without(keys)(w)
+    found = cause_of(w._replace(got=got, lse=lse))
+    assert found
+    assert found.what.startswith(said)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -193,6 +282,219 @@ def test_no_cause_is_claimed_for_noise() -> None:
 def test_lines_ignore_comments() -> None:
     source = "// alpha\nx = 1;\nO *= alpha;  // rescale\n"
     assert list(weights.lines(source, weights.RESCALE)) == [3]
+
+
+# ---- faults of a kernel, computed in NumPy
+
+Tensors = dict[str, np.ndarray]
+FAULT = Callable[[Problem, Tensors, Tensors], None]  # (problem, inputs, correct outputs to change)
+TILE = Tile(BLOCK_M=16, BLOCK_N=16)
+SHORT = Problem(1, 1, 32, 32, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty(diagnosis._Examined):
+    """Attention in float64 with a fault, in place of launches. Without a time limit."""
+
+    change: FAULT = lambda p, inputs, outputs: None
+
+    def launch(self, problem: Problem, inputs: Tensors, fill: int = 0xFF) -> Tensors:
+        given = [inputs[name] for name in "QKV"]
+        outputs = dict(zip(("O", "LSE"), attention(*given, causal=problem.causal, scale=problem.scale), strict=True))
+        self.change(problem, {**inputs, "fill": np.full(1, fill, np.uint8).repeat(8).view(np.float64)}, outputs)
+        return outputs
+
+
+def examined(change: FAULT) -> Faulty:
+    return Faulty(registry.get("fwd_minimal"), HOST, TILE, False, math.inf, change)
+
+
+def diagnosed(change: FAULT, problem: Problem, **how: str) -> diagnosis.Diagnosis:
+    with np.errstate(all="ignore"):
+        return diagnosis._diagnose(examined(change), Case("planted", problem, **how))
+
+
+def wrong_if(condition: Callable[[Problem, Tensors], bool]) -> FAULT:
+    """O is twice as large on some problems."""
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"] *= 2 if condition(p, inputs) else 1
+
+    return change
+
+
+CONDITIONS: list[tuple[Callable[[Problem, Tensors], bool], dict[str, Any], str]] = [
+    (lambda p, x: True, {}, ""),
+    (lambda p, x: bool(p.causal), {"causal": "bottom-right"}, "correct without a causal mask"),
+    (lambda p, x: p.Sk > 16, {}, "correct if a row has one key tile, wrong with two"),
+    (lambda p, x: p.Sq > 16, {}, ""),  # with two query tiles; the number of key tiles does not matter
+    (lambda p, x: p.Sk % 16 > 0, {"Sk": 40}, "correct with whole tiles, wrong if the last key tile is partial"),
+    (lambda p, x: p.Sq % 16 > 0, {"Sq": 40}, "correct with whole tiles, wrong if the last query tile is partial"),
+    (lambda p, x: p.Sk > p.Sq, {"Sk": 64}, "correct with whole tiles, wrong with other lengths of queries and keys"),
+    (lambda p, x: p.Sq > p.Sk, {"Sq": 64}, "correct with more keys than queries, wrong with fewer"),
+    (lambda p, x: p.H > 1, {"H": 2, "Hk": 2}, "correct with one head, wrong with two"),
+    (lambda p, x: p.B > 1, {"B": 2}, "correct with one batch entry, wrong with two"),
+    (lambda p, x: p.Hk < p.H, {"H": 2}, "wrong only if query heads share key/value heads"),
+    (lambda p, x: not x["Q"].flags.c_contiguous, {"layout": "bshd"},
+     "correct with contiguous tensors, wrong with other strides"),
+    (lambda p, x: abs(x["Q"]).max() > 8, {"inputs": "large"}, "correct with small scores, wrong with large ones"),
+    (lambda p, x: (p.Sq, p.Sk) == (32, 48), {"Sk": 48}, "correct with whole tiles, wrong with other lengths of"),
+    (lambda p, x: (p.Sq, p.Sk) == (48, 48), {"Sq": 48, "Sk": 48},
+     "correct with whole tiles, wrong with 48 queries and 48 keys"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("condition", "case", "said"), CONDITIONS, ids=[str(case) for _, case, _ in CONDITIONS])
+def test_the_condition_of_a_fault(
+    condition: Callable[[Problem, Tensors], bool], case: dict[str, Any], said: str
+) -> None:
+    how = {name: case[name] for name in ("layout", "inputs") if name in case}
+    problem = dataclasses.replace(SHORT, **{name: x for name, x in case.items() if name not in how})
+    found = diagnosed(wrong_if(condition), problem, **how)
+    assert found.on
+    assert found.condition.startswith(said)
+    assert bool(found.condition) == bool(said)
+
+
+def test_a_correct_kernel_has_no_diagnosis() -> None:
+    problem = dataclasses.replace(SHORT, B=2, H=4, Hk=2, Sq=40, Sk=50, causal="bottom-right")
+    assert diagnosed(lambda *given: None, problem, layout="bshd") == diagnosis.Diagnosis()
+
+
+def test_no_further_problem_is_run_after_the_time_limit() -> None:
+    late = dataclasses.replace(examined(wrong_if(lambda p, x: p.B > 1)), deadline=-math.inf)
+    assert diagnosis._diagnose(late, Case("planted", dataclasses.replace(SHORT, B=2))) == diagnosis.Diagnosis()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("O", "V or P is read from shared"), ("LSE", "Q or K is read from shared")]
+)
+def test_nan_of_unwritten_shared_memory(wrong: str, said: str) -> None:
+    """NaN in O although K = 0; in LSE, too, if it is in the scores."""
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"][:, :, 20:] = np.nan
+        outputs[wrong][:, :, 20:] = np.nan
+
+    assert diagnosed(change, SHORT).cause.startswith(said)
+
+
+def test_nan_of_large_scores_is_not_that_of_shared_memory() -> None:
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        if inputs["K"].any():
+            outputs["O"][:, :, 20:] = np.nan
+
+    assert "O is NaN or infinite in 12 of 32 rows, first row 20" in diagnosed(change, SHORT).cause
+
+
+def test_an_infinite_lse_is_not_that_of_shared_memory() -> None:
+    """A row sum of 0: O is NaN, LSE is -inf."""
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"][:, :, 20:] = np.nan
+        outputs["LSE"][:, :, 20:] = -np.inf
+
+    assert diagnosed(change, SHORT).cause.startswith("LSE is -inf in rows that see keys, first in row 20")
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "said"),
+    [
+        ("O", np.s_[:, :, 5:9], "O is not written in 4 of 32 rows: 5 to 8"),
+        ("O", np.s_[:, :, 5:9:2], "O is not written in 2 of 32 rows: 5 to 5 and others"),
+        ("O", np.s_[..., 8:], "O is not written in 32 of 32 rows: 0 to 31, columns 8 to 15"),
+        ("LSE", np.s_[:, :, 31:], "LSE is not written in 1 of 32 rows: 31 to 31"),
+    ],
+)
+def test_unwritten_elements(name: str, where: Any, said: str) -> None:
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs[name][where] = inputs["fill"]
+
+    assert diagnosed(change, SHORT).cause == said
+
+
+def test_exp_overflows_with_large_inputs_only() -> None:
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        if abs(inputs["Q"]).max() > 8:
+            outputs["O"][:, :, 3] = np.inf
+
+    found = diagnosed(change, SHORT, inputs="large")
+    assert found.cause.startswith("exp overflows: the row maximum is not subtracted")
+    assert found.condition == "correct with small scores, wrong with large ones"
+
+
+@pytest.mark.parametrize("name", ["Q", "K", "V"])
+def test_nan_that_a_row_sees_and_does_not_get(name: str) -> None:
+    """Two tiles of 16 keys would not have the key that is NaN."""
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        if not np.isfinite(inputs[name]).all():
+            outputs["O"][...] = 0
+
+    found = diagnosed(change, dataclasses.replace(SHORT, Sq=100, Sk=100), inputs="nan")
+    assert re.match(rf"nan in row \d+ of {name} does not reach row \d+ of O, which sees it", found.cause)
+
+
+@pytest.mark.parametrize("names", ["QKK", "QVV", "QVK", "QKQ", "QQV", "KKV"])
+def test_one_tensor_in_place_of_another(names: str) -> None:
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"] = attention(*(inputs[name] for name in names), causal=p.causal, scale=p.scale)[0]
+
+    said = [f"{name} is read as {own}" for own, name in zip("QKV", names, strict=True) if own != name]
+    assert diagnosed(change, SHORT).cause == f"another tensor is read: {' and '.join(said)}"
+
+
+def test_columns_of_o() -> None:
+    """Values of other columns, and columns that are wrong in another way."""
+
+    def reversed_columns(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"][..., 4:] = outputs["O"][..., :3:-1].copy()
+
+    def halved_columns(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"][..., 12:] -= 1
+
+    said = diagnosed(reversed_columns, SHORT).cause
+    assert said == "column 4 of O has the values of column 15 (12 of 16 columns are wrong)"
+    said = diagnosed(halved_columns, SHORT).cause
+    assert said == "only columns of O are wrong, the first is 12 (4 of 16): P V or their store"
+
+
+@pytest.mark.parametrize("causal", [False, "bottom-right", "top-left"])
+def test_measured_weights(causal: Any) -> None:
+    """From several launches, the last one with fewer keys than columns of V."""
+    problem = dataclasses.replace(SHORT, Sq=20, Sk=40, D=32, Dv=32, causal=causal)
+    w = diagnosis._measure(examined(lambda *given: None), Case("correct", problem))
+    assert np.allclose(w.got, w.expected)
+    assert np.array_equal(w.seen, w.expected > 0)
+    assert np.allclose(w.by_own_sum, w.expected)
+    assert np.allclose(w.parts[0, 0] + w.parts[1, 1], w.scores)
+    assert not np.allclose(w.parts[0, 1], w.parts[1, 0])
+    assert (w.M, w.N) == (16, 16)
+    assert cause_of(w) is None
+
+
+HEADS = Problem(2, 4, 16, 16, 16, Hk=2)
+
+
+@pytest.mark.parametrize(
+    ("of_q", "of_k", "of_v", "said"),
+    [
+        ((0, 3), (1, 1), (1, 1), "head 2 of batch entry 1 reads Q of head 3, batch entry 0"),
+        ((1, 2), (0, 1), (1, 1), "reads K of key/value head 1, batch entry 0, instead of 1, 1"),
+        ((1, 2), (1, 1), (0, 0), "reads V of key/value head 0, batch entry 0, instead of 1, 1"),
+        ((1, 2), (1, 0), (1, 0), "reads K and V of key/value head 0, batch entry 1, instead of 1, 1"),
+        ((0, 1), (0, 0), (0, 0), "O of head 2, batch entry 1 is that of head 1, batch entry 0"),
+    ],
+)
+def test_a_head_that_reads_another(
+    of_q: tuple[int, int], of_k: tuple[int, int], of_v: tuple[int, int], said: str
+) -> None:
+    case = Case("planted", HEADS)
+    q, k, v = make_inputs(case)
+    out, _ = attention(q, k, v)
+    out[1, 2] = attention(*(x[None, None] for x in (q[of_q], k[of_k], v[of_v])))[0][0, 0]
+    found = diagnosis._wrong_head(case, {"O": out})
+    assert found == (f"query head 2 of batch entry 1 {said}" if said.startswith("reads") else said)
 
 
 # ---- kernels
