@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,14 @@ from click.testing import CliRunner
 
 from sandbox.cli import cli
 from sandbox.core import registry
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.core.kernel import INVARIANCES, Kernel
+from sandbox.core.tile import Tile
 from sandbox.launch.dlpack import HOST, Device
+from sandbox.reference import attention_backward
+from sandbox.spec import Problem
 from sandbox.verify import bits
+from sandbox.verify.sequences import by_sequence, forward
 
 KERNELS = [k for k in registry.kernels().values() if k.computes in ("forward", "backward")]
 GUARANTEES = [
@@ -84,6 +90,97 @@ def test_declarations() -> None:
         assert not kernel.invariant_to or kernel.deterministic, kernel.name
     with pytest.raises(SpecError, match="fwd_mma: invariant_to: 'weather' is not one of runs, entries"):
         dataclasses.replace(registry.get("fwd_mma"), invariant_to=("weather",))
+
+
+def reference(kernel: Kernel, tile: Tile, p: Problem, inputs: bits.Arrays, device: Device) -> SimpleNamespace:
+    """In place of `trial.launch`: the float64 reference."""
+
+    def backward(own: bits.Arrays, options: Any) -> bits.Arrays:
+        gradients = attention_backward(own["dO"], own["Q"], own["K"], own["V"], own["O"], own["LSE"], **options)
+        return dict(zip(("dQ", "dK", "dV"), gradients, strict=True))
+
+    return SimpleNamespace(outputs=by_sequence(p, inputs, forward if kernel.computes == "forward" else backward))
+
+
+def nearly(expected: bits.Arrays, found: bits.Arrays) -> str:
+    return "" if all(np.allclose(x, found[name], rtol=1e-4, atol=1e-6) for name, x in expected.items()) else "different"
+
+
+EVERY = [("fwd_minimal", change) for change in registry.get("fwd_minimal").invariances]
+EVERY += [("bwd_minimal", change) for change in ("entries", "batch", "heads", "ragged")]
+EVERY += [("fwd_decode", change) for change in ("SMs", "splits", "cluster")]
+
+
+@pytest.mark.parametrize(("name", "change"), EVERY)
+def test_the_rows_in_common_have_the_same_exact_result(name: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits.trial, "launch", reference)
+    monkeypatch.setattr(bits, "first_difference", nearly)
+    found = tried(registry.get(name), change, invariant=False)
+    assert found.equal, found.detail
+
+
+def described(run: bits.Run) -> list[Any]:
+    arrays = {name: (x.strides, x.tobytes()) for name, x in run.inputs.items()}
+    return [run.problem, run.tile, arrays]
+
+
+@pytest.mark.parametrize(("name", "change"), [one for one in EVERY if one[1] != "runs"])
+def test_the_second_run_differs_from_the_first(name: str, change: str) -> None:
+    pairs = [*bits.CHANGES[change](bits.base_of(registry.get(name), HOST, None, 1))]
+    assert pairs
+    for first, second in pairs:
+        assert described(first) != described(second), second.what
+
+
+@pytest.mark.parametrize(("unsupported", "equal"), [((), True), ((1,), True), ((0,), None), ((0, 1), None)])
+def test_a_run_that_is_not_supported_ends_the_comparison(
+    unsupported: tuple[int, ...], equal: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pairs before it count; without any, the reason is given."""
+
+    def changed(base: bits.Base) -> Iterator[bits.Pair]:
+        for n in range(2):
+            run = base.run("", [1])
+            problem = dataclasses.replace(run.problem, B=3 if n in unsupported else 2)
+            yield run, dataclasses.replace(run, problem=problem)
+
+    def launch(kernel: Kernel, tile: Tile, p: Problem, inputs: bits.Arrays, device: Device) -> SimpleNamespace:
+        return SimpleNamespace(outputs={"O": np.zeros(1, np.float32)})
+
+    kernel = dataclasses.replace(
+        registry.get("fwd_minimal"), supports=lambda p, arch: "B=3 is not supported" if p.B == 3 else None
+    )
+    monkeypatch.setitem(bits.CHANGES, "runs", changed)
+    monkeypatch.setattr(bits.trial, "launch", launch)
+    found = bits.compare(bits.base_of(kernel, HOST, None, 1), "runs", HOST)
+    assert found.equal is equal
+    assert found.detail == ("" if equal else "fwd_minimal: B=3 is not supported")
+
+
+MODES = [(name, invariant) for name in ("fwd_mma", "fwd_minimal") for invariant in (False, True)]
+
+
+@pytest.mark.parametrize("refused", [None, *MODES])
+def test_what_a_gpu_does_not_support_is_left_out(
+    refused: tuple[str, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def base_of(kernel: Kernel, device: Device, tile: Tile | None, seed: int, invariant: bool) -> tuple[str, bool]:
+        if (kernel.name, invariant) == refused:
+            raise UnsupportedProblem(f"{kernel.name} is not supported")
+        return kernel.name, invariant
+
+    monkeypatch.setattr(bits, "base_of", base_of)
+    monkeypatch.setattr(bits, "compare", lambda base, change, device: base)
+    kernels = [registry.get(name) for name in ("fwd_mma", "fwd_minimal")]
+    found = [*bits.examine(kernels, ("cuda", 0), 1, None, ["runs"])]
+    assert found == [mode for mode in MODES if mode != refused]
+
+
+def test_page_sizes_are_those_that_tma_supports() -> None:
+    kernel = registry.get("fwd_wgmma")
+    runs = [run for pair in bits.CHANGES["page_size"](bits.base_of(kernel, HOST, None, 1)) for run in pair]
+    assert len({run.problem.page_size for run in runs}) == 3
+    assert [kernel.why_unsupported(run.problem) for run in runs] == [None] * len(runs)
 
 
 def test_first_difference() -> None:
