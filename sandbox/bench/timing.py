@@ -184,7 +184,11 @@ def measure_ceilings(dtype: str, stopwatch: Stopwatch, n: int = 8192, nbytes: in
     calls = {"product": Timed(multiply), "copy": Timed(partial(copy.copy_, source))}
     calls["read"] = Timed(reading.reader(source))
     samples = measure(calls, stopwatch, Limits(rounds=40, warmup=10))
-    seconds = {name: Timing.of(values).median for name, values in samples.items()}
+    return ceilings_of({name: Timing.of(values).median for name, values in samples.items()}, n, nbytes)
+
+
+def ceilings_of(seconds: Mapping[str, float], n: int, nbytes: int) -> dict[str, float]:
+    """The ceilings for the seconds of a product of n³, a copy of `nbytes` and reading `nbytes`."""
     return {
         "ceiling_tflops": 2 * n**3 / seconds["product"] * 1e-12,
         "ceiling_gbps": 2 * nbytes / seconds["copy"] * 1e-9,

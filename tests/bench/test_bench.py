@@ -30,7 +30,7 @@ from sandbox.bench import benchmark, decode, documents, environment, peers, plot
 from sandbox.bench import report as bench_report
 from sandbox.bench.inputs import asked_of
 from sandbox.bench.rows import Row
-from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, measure
+from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, ceilings_of, measure
 from sandbox.core import jsonl, registry
 from sandbox.core.errors import GpuUnavailable, SandboxError, UnsupportedProblem
 from sandbox.launch import driver
@@ -122,6 +122,18 @@ def test_seconds_count_for_every_launch_of_a_sample() -> None:
     contenders = {"a": Timed(lambda: "a"), "b": Timed(lambda: "b", launches=100)}
     samples = measure(contenders, stopwatch, Limits(seconds=0.5, rounds=50))
     assert {name: len(values) for name, values in samples.items()} == {"a": 50, "b": 5}
+
+
+def test_fewer_rounds_than_the_least_number_of_samples() -> None:
+    samples, _ = run_measure(Limits(rounds=2, min_samples=5), loud=alternating(1e-3, 0.3))
+    assert len(samples["loud"]) == 5
+
+
+def test_units_of_the_ceilings() -> None:
+    """Two operations in each term of the product; a copy reads and writes each byte."""
+    found = ceilings_of({"product": 4e-3, "copy": 1e-3, "read": 5e-4}, n=1000, nbytes=10**9)
+    expected = {"ceiling_tflops": 0.5, "ceiling_gbps": 2000.0, "ceiling_read_gbps": 2000.0}
+    assert found == pytest.approx(expected)
 
 
 def test_no_contenders() -> None:
@@ -491,6 +503,52 @@ def test_peers_are_right_or_refuse(name: str, problem: Problem) -> None:
         assert "Sq=20" in row.message
     else:
         assert row.ok is True or (name == "sdpa-flash" and row.ok is None), row
+
+
+@pytest.mark.parametrize("name", ["eager", "flex"])
+@pytest.mark.parametrize(
+    ("Sq", "causal", "taken"), [(48, "bottom-right", True), (49, False, True), (49, "bottom-right", False)]
+)
+def test_a_causal_mask_with_more_queries_than_keys_is_refused(
+    name: str, Sq: int, causal: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    flex = SimpleNamespace(flex_attention=None, create_block_mask=lambda *given, **options: None)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", flex)
+    monkeypatch.setitem(vars(torch), "_dynamo", SimpleNamespace(reset=lambda: None))  # its import takes seconds
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    problem = dataclasses.replace(SMALL, Sq=Sq, causal=causal)
+    if taken:
+        assert peers.PEERS[name].prepare(problem, *tensors(problem))
+    else:
+        with pytest.raises(UnsupportedProblem, match=f"{name}: causal with Sq=49 > Sk=48 is not supported"):
+            peers.PEERS[name].prepare(problem, *tensors(problem))
+
+
+@pytest.mark.parametrize(
+    ("name", "H", "heads", "gqa"),
+    [
+        ("sdpa-efficient", 4, 4, None),  # it has no grouped heads: keys and values are repeated
+        ("sdpa-flash", 4, 2, True),
+        ("sdpa-efficient", 2, 2, None),
+        ("sdpa-flash", 2, 2, None),
+    ],
+)
+def test_grouped_heads_of_sdpa(name: str, H: int, heads: int, gqa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **options: calls.append((k, v, options.get("enable_gqa"))),
+    )
+    problem = dataclasses.replace(SMALL, H=H)
+    q, k, v = tensors(problem)
+    peers.PEERS[name].prepare(problem, q, k, v).launch()
+    for *given, enabled in calls:
+        assert enabled is gqa
+        for x, own in zip(given, (k, v), strict=True):
+            assert torch.equal(x, own.repeat_interleave(heads // 2, 1))
 
 
 def test_a_refusal_of_sdpa_says_why() -> None:
