@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ import sandbox
 from sandbox.api import call, dispatch
 from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnknownKernel, UnsupportedProblem
+from sandbox.launch import dlpack
 from sandbox.spec import Tile
 
 torch = pytest.importorskip("torch")
@@ -231,6 +233,13 @@ def test_a_plan_in_the_making_does_not_outlive_a_reload(monkeypatch: pytest.Monk
 def test_arrays_that_do_not_fit(name: str, inputs: list[Any], message: str) -> None:
     with pytest.raises(UnsupportedProblem, match=message):
         sandbox.call(name, *inputs)
+
+
+def test_the_dtype_of_an_operation_whose_tensors_have_their_own() -> None:
+    """The first dtype of the spec, which the macro DTYPE_… names."""
+    kernel = dataclasses.replace(registry.get("histogram"), dtypes=("float16", "float32"))
+    views = [dlpack.view(np.zeros(5, np.int32))]
+    assert call.problem_of(kernel, views).dtype == "float16"
 
 
 def test_an_unknown_kernel() -> None:

@@ -15,10 +15,11 @@ import pytest
 from project import ROOT, check_stored
 
 import sandbox
-from sandbox.api import options, plan
+from sandbox.api import options, plan, validate
 from sandbox.api.options import DEFAULT, Options, basic_options, collect, plain_options, replace
 from sandbox.core.errors import SpecError
 from sandbox.core.options import ARRAYS, OPTIONS, score_structure
+from sandbox.launch import dlpack
 
 Q = np.zeros((1, 2, 8, 16), np.float32)
 FUNCTIONS = {
@@ -130,6 +131,47 @@ def test_the_structs_of_host_and_device_have_the_same_order() -> None:
         names = [name for name, _ in score_structure(problem)._fields_ if "_stride_" not in name]
         found = [re.search(rf"\b{name}[,;]", struct).start() for name in names]
         assert found == sorted(found), dict(zip(names, found, strict=True))
+
+
+# ---- arrays that no kernel can read
+
+
+def seen(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str = "float32") -> dlpack.ArrayView:
+    return dlpack.ArrayView(4096, shape, strides, dtype, dlpack.HOST, None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "readable"),
+    [
+        ((2, 2, 3), (6, 3, 1), True),
+        ((2, 2, 3), (8, 3, 1), False),
+        ((2, 2, 3), (3, 6, 1), False),
+        ((2, 2, 3), (12, 6, 2), False),
+        ((1, 2, 3), (99, 3, 1), True),  # one batch entry: its stride does not matter
+        ((2, 2, 1), (2, 1, 99), True),
+        ((2, 0, 3), (8, 3, 2), True),  # no element
+    ],
+)
+def test_lse_is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], readable: bool) -> None:
+    B, H, Sq = shape
+    found = validate.unreadable({"lse": seen(shape, strides)}, sandbox.Problem(B, H, Sq, 5, 8))
+    assert found == ([] if readable else ["lse"])
+
+
+@pytest.mark.parametrize(
+    ("Dv", "strides", "readable"),
+    [
+        (8, (48, 24, 8, 1), True),
+        (8, (1, 2, 4, 1), True),
+        (8, (96, 48, 16, 2), False),
+        (2, (24, 12, 4, 2), False),
+        (1, (6, 3, 1, 0), True),  # one column: its stride does not matter
+    ],
+)
+def test_dout_has_any_strides_but_that_of_a_column(Dv: int, strides: tuple[int, ...], readable: bool) -> None:
+    problem = sandbox.Problem(2, 2, 3, 5, 8, Dv=Dv)
+    found = validate.unreadable({"dout": seen((2, 2, 3, Dv), strides)}, problem)
+    assert found == ([] if readable else ["dout"])
 
 
 # ---- which calls are accepted

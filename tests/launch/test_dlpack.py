@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from sandbox import UnsupportedProblem
-from sandbox.launch import dlpack
+from sandbox.launch import array_view, dlpack, host
+from sandbox.launch.host import host_array
 
 torch = pytest.importorskip("torch")
 
@@ -78,8 +80,95 @@ def test_what_a_tensor_map_takes() -> None:
     x = np.zeros((2, 3, 4, 8), np.float16)
     for taken in (x, x[:, ::2], x.swapaxes(1, 2), np.broadcast_to(x[:1], x.shape), x[:, :, 3:2:-1], x[:, :, :0]):
         assert dlpack.view(taken).mappable
-    for refused in (x[::-1], x[:, ::-1], x[:, :, ::-1], np.broadcast_to(x[:, :, :1], x.shape)):
+    assert dlpack.view(x[..., :1].copy()).mappable  # rows of one element
+    for refused in (x[::-1], x[:, ::-1], x[:, :, ::-1], np.broadcast_to(x[:, :, :1], (2, 3, 2, 8))):
         assert not dlpack.view(refused).mappable
+
+
+def seen(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 4096) -> dlpack.ArrayView:
+    return dlpack.ArrayView(pointer, shape, strides, "float16", dlpack.HOST, None)
+
+
+@pytest.mark.parametrize(("step", "mappable"), [(2**39 - 8, True), (2**39, False)])
+def test_a_tensor_map_takes_strides_below_2_to_40_bytes(step: int, mappable: bool) -> None:
+    assert seen((2, 3, 4, 8), (step, 32, 8, 1)).mappable is mappable
+
+
+def test_the_layout_of_a_problem_is_that_of_all_4d_tensors() -> None:
+    """The lowest alignment; whether a tensor map takes each of them."""
+    aligned, by_8 = seen((2, 2, 4, 8), (64, 32, 8, 1)), seen((2, 2, 4, 8), (80, 40, 12, 1))
+    reversed_rows, lse = seen((2, 2, 4, 8), (64, 32, -8, 1)), seen((3, 3), (1, 7), 4098)
+    assert dlpack.layout([aligned, lse]) == {"alignment": 16, "mappable": True}
+    assert dlpack.layout([aligned, by_8, lse]) == {"alignment": 8, "mappable": True}
+    assert dlpack.layout([reversed_rows, aligned]) == {"alignment": 16, "mappable": False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "taken"),
+    [
+        ((4, 8), (8, 1), True),
+        ((2, 2, 4, 8), (64, 32, 8, 1), True),
+        ((4, 8), (12, 1), False),  # rows at multiples of 8 bytes
+        ((4, 8), (-8, 1), False),
+        ((8,), (1,), False),
+    ],
+)
+def test_a_tensor_map_of_a_bias(shape: tuple[int, ...], strides: tuple[int, ...], taken: bool) -> None:
+    assert array_view.boxes(seen(shape, strides)) is taken
+
+
+@pytest.mark.parametrize(
+    ("shape", "like", "strides"),
+    [
+        ((2, 3, 4, 8), None, (96, 32, 8, 1)),
+        ((2, 3, 4, 8), (96, 8, 24, 1), (96, 8, 24, 1)),  # (B, S, H, D)
+        ((2, 3, 4, 8), (1000, 80, 300, 1), (96, 8, 24, 1)),  # its gaps are left out
+        ((2, 3, 4, 8), (0, 8, 24, 1), (96, 8, 24, 1)),  # a broadcast batch is outermost
+        ((2, 3, 4, 8), (8, 16, 0, 1), (8, 16, 48, 1)),
+        ((2, 3, 4), (12, 4, 9), (12, 4, 1)),  # columns are always innermost
+        ((2, 0, 4), None, (4, 4, 1)),
+        ((2, 3, 0), None, (3, 1, 1)),
+        ((), None, ()),
+    ],
+)
+def test_dense_strides(shape: tuple[int, ...], like: tuple[int, ...] | None, strides: tuple[int, ...]) -> None:
+    assert dlpack.dense_strides(shape, like) == strides
+
+
+@pytest.mark.parametrize("strides", [(96, 32, 8, 1), (96, 8, 24, 1), (8, 16, 48, 1), (1, 2, 6, 24)])
+def test_a_permuted_array_has_the_strides(strides: tuple[int, ...]) -> None:
+    shape, axes = array_view.permuted((2, 3, 4, 8), strides)
+    found = np.zeros(shape, np.int8).transpose(axes)
+    assert (found.shape, found.strides) == ((2, 3, 4, 8), strides)
+
+
+def test_strides_in_elements() -> None:
+    assert array_view.element_strides((24, -8, 0), 4) == (6, -2, 0)
+    with pytest.raises(UnsupportedProblem, match=r"strides \(24, 6\) \(bytes\) are not supported: .* item size 4"):
+        array_view.element_strides((24, 6), 4)
+
+
+@pytest.mark.parametrize("wrap", [torch.from_numpy, Capsule], ids=["torch", "dlpack"])
+def test_a_host_array_shares_memory(wrap) -> None:
+    x = np.zeros((3, 4), np.float32)
+    assert np.shares_memory(host_array(wrap(x)), x)
+
+
+def test_a_gpu_array_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the memory between the lowest and the highest element."""
+    memory = np.arange(60, dtype=np.float32)
+    view = dlpack.ArrayView(memory[47:].ctypes.data, (2, 3), (-20, 4), "float32", ("cuda", 1), None)
+    reads = []
+
+    def read(destination: int, source: int, nbytes: int, device: str) -> None:
+        reads.append((source, nbytes, device))
+        ctypes.memmove(destination, source, nbytes)
+
+    monkeypatch.setattr(host, "view", lambda array: view)
+    monkeypatch.setattr(host, "driver", SimpleNamespace(read=read, device=lambda ordinal: f"GPU {ordinal}"))
+    found = host_array(object())
+    assert found.tolist() == [[47, 51, 55], [27, 31, 35]]
+    assert reads == [(memory[27:].ctypes.data, 4 * 29, "GPU 1")]
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
