@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,33 @@ HALF = "#include <cuda_fp16.h>\n"
 SOURCE = registry.get("fwd_minimal").source
 LINES = SOURCE.read_text().splitlines()
 BARRIERS = [number for number, line in enumerate(LINES, 1) if "__syncthreads()" in line]
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "grid", "workers"),
+    [
+        ("thread", (5, 1, 1), 5),
+        ("thread", (1, 5, 1), 5),
+        ("thread", (1, 1, 5), 5),
+        ("thread", (2, 3, 4), 24),
+        ("thread", (100, 1, 1), 64),
+        ("address", (5, 1, 1), 1),
+    ],
+)
+def test_each_block_has_a_thread_under_threadsanitizer(
+    sanitizer: Sanitizer, grid: tuple[int, int, int], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without, races between blocks are not found."""
+    launched: list[tuple[int, ...]] = []
+    program = SimpleNamespace(path=Path("p"))
+    monkeypatch.setattr(sanitize.build, "program", lambda *given: (program, program))
+    monkeypatch.setattr(sanitize, "_launch", lambda numbers, *given: launched.append(numbers) or b"")
+    monkeypatch.setattr(
+        sanitize.process, "run", lambda *given, **how: SimpleNamespace(returncode=1, stdout="", stderr="")
+    )
+    sanitize.run(sanitizer, SOURCE, "k", {}, grid, (32, 1, 1), 0, [], {}, cluster=2, order=7)
+    (numbers,) = launched
+    assert numbers == (*grid, 32, 1, 1, 2, 0, workers, 7, Fill.NANS)
 
 
 def ragged(kernel: Kernel) -> Problem:

@@ -26,7 +26,7 @@ from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Kernel, Problem, Tile
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of, ragged_cases
-from sandbox.verify.sequences import sequences_of
+from sandbox.verify.sequences import ragged_problems, sequences_of
 
 KERNELS = [kernel for kernel in registry.kernels().values() if kernel.ragged]
 KEYS = ("K", "V", "dK", "dV")
@@ -43,6 +43,15 @@ def drawn(kernel: Kernel, seed: int) -> Problem:
     causal: Any = sample.choice((False, "bottom-right", "top-left"))
     D = (32, 96)[seed % 2]  # bwd_wgmma adds to zeros, and to what the first to come has stored
     return Problem(0, 2, 0, 0, D, Hk=1, dtype=kernel.dtypes[-1], lengths=tuple(lengths), causal=causal, window=window)
+
+
+def test_lengths_of_the_cases() -> None:
+    """Whole tiles, partial tiles, one row, no queries, no keys, neither; more queries than keys and fewer."""
+    kernel = registry.get("fwd_minimal")
+    M, N = (kernel.tiles[0][name] for name in ("BLOCK_M", "BLOCK_N"))
+    lengths = {n for _, p, _ in ragged_problems(kernel) if p.options == {"ragged"} for n in p.lengths}
+    assert {(N, N), (M - 1, N - 1), (M + 5, N + 13), (1, 1), (0, 5), (5, 0), (0, 0)} <= lengths
+    assert {Sq > Sk for Sq, Sk in lengths if Sq and Sk} == {False, True}
 
 
 def launch(kernel: Kernel, problem: Problem, given: dict[str, Any], device: Device, tile: Any) -> dict[str, Any]:

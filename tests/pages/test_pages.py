@@ -220,6 +220,17 @@ def test_the_history_shows_changes_of_each_version() -> None:
     assert "No version has figures yet." in history.page("own", [])
 
 
+@pytest.mark.parametrize("values", [(40.0, 42.0, 41.0), (0.5, 0.25, 0.4), (7.0, 7000.0, 3000.0)])
+def test_a_curve_reaches_from_its_lowest_to_its_highest_value(values: tuple[float, ...]) -> None:
+    versions = [dataclasses.replace(v, figures={"registers": value}) for v, value in zip(past(), values, strict=True)]
+    (curve,) = history._curves(versions, "cpu")
+    low, high = history._HEIGHT - history._EDGE, history._EDGE
+    at = {value: point.y for value, point in zip(values, curve["points"], strict=True)}
+    assert (at[min(values)], at[max(values)]) == (low, high)
+    assert high < at[values[2]] < low
+    assert [p.x for p in curve["points"]] == [history._EDGE, history._WIDTH / 2, history._WIDTH - history._EDGE]
+
+
 def test_conversion_of_terminal_tables() -> None:
     from rich.table import Table
     from rich.text import Text

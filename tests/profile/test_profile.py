@@ -97,6 +97,22 @@ SOURCE_PAGE = "\n".join(
 # ---- reading
 
 
+@pytest.mark.parametrize(("count", "registers"), [("240", 240), (None, 0)])
+def test_the_registers_of_a_profile(
+    count: str | None, registers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 if ncu did not count them."""
+    name = "launch__registers_per_thread"
+    metrics = {key: value for key, value in METRICS.items() if key != name}
+    counters = ncu.parse_raw(raw_page(metrics | ({name: ("", count)} if count else {})), "fwd_mma")
+    monkeypatch.setattr(profiler, "_read_subject", lambda prefix: (SUBJECT, {}, counters, SOURCE_PAGE))
+    monkeypatch.setattr(profiler, "_instructions", lambda prefix, subject: [instruction(0, 3)])
+    found = profiler.executed(tmp_path / "p")
+    assert found
+    assert found[0].resources.registers == registers
+    assert found[1] == {0: 30, 16: 40, 32: 20}
+
+
 def test_the_raw_page() -> None:
     c = ncu.parse_raw(raw_page(), "fwd_mma")
     assert c.seconds == pytest.approx(27e-6)

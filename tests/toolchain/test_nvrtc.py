@@ -387,6 +387,25 @@ def test_headers_of_another_major_are_refused(tmp_path: Path, monkeypatch: pytes
     nvrtc._installed_headers.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ImportError("no", name="cuda.bindings"),
+            r"NVRTC's Python bindings are missing \(cuda.bindings\): pip install",
+        ),
+        (RuntimeError("no libnvrtc.so"), r"the NVRTC library is missing: pip install [^\n]*\n\(no libnvrtc.so\)$"),
+    ],
+)
+def test_a_missing_part_of_nvrtc(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", load)
+    with pytest.raises(ToolchainMissing, match=message):
+        nvrtc._library.__wrapped__()
+
+
 BLOCKED = """
 import importlib.abc, json, sys
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from sandbox.core.errors import CompileError, LaunchError, SpecError, ToolchainM
 from sandbox.core.kernel import Kernel
 from sandbox.core.source_line import SourceLine
 from sandbox.core.tile import Tile
-from sandbox.launch.dlpack import HOST
+from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Problem
 from sandbox.toolchain import nvrtc
 from sandbox.verify.cases import Case
@@ -100,9 +101,38 @@ def test_a_new_tile_is_verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert examined(more, monkeypatch, KERNEL.tiles).stage == "wrong"
 
 
+def verified(
+    job: Job, oks: list[bool | None], monkeypatch: pytest.MonkeyPatch, fast: bool = False
+) -> tuple[list[bool | None], list[int]]:
+    """Which results `_verify` has for cases with these results, and the launches that each one times."""
+    repeats, left = [], iter(oks)
+
+    def verify(kernel: Kernel, case: Case, device: Device, tile: Tile | None, **how: Any) -> Result:
+        ok = next(left)
+        repeats.append(how["repeats"])
+        return Result("mine", "case", case.problem, "cpu", ok, error=1.0 if ok else None)
+
+    monkeypatch.setattr(examine.check, "verify", verify)
+    trials = [(Case("case", Problem(1, 1, 1, 1, 16)), None)] * len(oks)
+    found = examine._verify(KERNEL, trials, job, lambda stage, limit: None, fast=fast)
+    return [r.ok for r in found], repeats
+
+
+def test_only_the_first_case_is_timed_and_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, both = Job("fwd_minimal", ("cuda", 0)), [True, True]
+    assert verified(gpu, both, monkeypatch)[1] == [examine.REPEATS, 1]
+    assert verified(gpu, both, monkeypatch, fast=True)[1] == [1, 1]
+    assert verified(Job("fwd_minimal", HOST), both, monkeypatch)[1] == [1, 1]
+
+
+def test_no_case_is_run_after_one_that_fails_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = verified(Job("fwd_minimal", HOST), [True, None, False, True], monkeypatch)
+    assert found == [True, None, False]
+
+
 def test_without_nvrtc_the_host_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def version() -> str:
-        raise ToolchainMissing("NVRTC is missing: install it")
+        raise ToolchainMissing("NVRTC is missing: install it\n(the reason)")
 
     monkeypatch.setattr(nvrtc, "version", version)
     found = examined(KERNEL, monkeypatch)
