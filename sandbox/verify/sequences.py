@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import SpecError
 from ..core.kernel import Kernel
+from ..core.normalise import Causal
 from ..core.options import BY_ARGUMENT
 from ..core.problem import Problem
 from ..reference import Part, attention
@@ -100,23 +100,21 @@ def ragged_problems(kernel: Kernel) -> Iterator[tuple[str, Problem, str]]:
     M, N = (kernel.tiles[0].get(name, 64) for name in ("BLOCK_M", "BLOCK_N"))
     layouts, heads = itertools.cycle(("bshd", "bhsd", "offset")), itertools.cycle(((2, 2), (4, 2), (6, 1)))
     widths = (64, 32, 128)
-    lengths = itertools.cycle(
-        (
-            ((0, 5), (77, 97), (1, 1), (M + 5, N + 13), (5, 0), (33, 1)),
-            ((N, N), (0, 0), (2 * M, 17), (M - 1, N - 1)),
-            ((130, 130), (1, 200)),
-        )
+    masks: tuple[Causal, ...] = (False, "bottom-right", "top-left")
+    lengths = (
+        ((0, 5), (77, 97), (1, 1), (M + 5, N + 13), (5, 0), (33, 1)),
+        ((N, N), (0, 0), (2 * M, 17), (M - 1, N - 1)),
+        ((130, 130), (1, 200)),
     )
 
-    def problem_of(small: bool = False, **fields: Any) -> Problem:
-        own = ((9, 20), (0, 3), (40, 17), (1, 1)) if small else next(lengths)
-        H, Hk = (4, 2) if small else next(heads)
-        return Problem(0, H, 0, 0, fields.pop("D", 32), Hk=Hk, lengths=own, **fields)
+    def small_problem(**fields: Any) -> Problem:
+        return Problem(0, 4, 0, 0, fields.pop("D", 32), Hk=2, lengths=((9, 20), (0, 3), (40, 17), (1, 1)), **fields)
 
-    for n, (dtype, causal) in enumerate(itertools.product(kernel.dtypes, (False, "bottom-right", "top-left"))):
-        problem, layout = problem_of(D=widths[n % 3], dtype=dtype, causal=causal), next(layouts)
+    for n, (dtype, causal) in enumerate(itertools.product(kernel.dtypes, masks)):
+        (H, Hk), layout, own = next(heads), next(layouts), lengths[(n + n // 3) % 3]  # each dtype: another mask
+        problem = Problem(0, H, 0, 0, widths[n % 3], Hk=Hk, dtype=dtype, causal=causal, lengths=own)
         if kernel.why_unsupported(problem) is None:
             yield f"{problem} {layout}", problem, layout
-    for name, problem in option_cases(kernel, partial(problem_of, small=True)):
+    for name, problem in option_cases(kernel, small_problem):
         if kernel.why_unsupported(problem) is None:
             yield f"{name}: {problem}", problem, "bhsd"

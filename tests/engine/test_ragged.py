@@ -54,6 +54,13 @@ def test_lengths_of_the_cases() -> None:
     assert {Sq > Sk for Sq, Sk in lengths if Sq and Sk} == {False, True}
 
 
+def test_each_mask_has_cases_of_each_kind_of_lengths() -> None:
+    kernel = registry.get("fwd_minimal")
+    found = {(p.causal, p.lengths) for _, p, _ in ragged_problems(kernel) if p.options == {"ragged"}}
+    for causal in (False, "bottom-right", "top-left"):
+        assert {(0, 5), (0, 0), (1, 200)} <= {n for mask, lengths in found if mask == causal for n in lengths}
+
+
 def launch(kernel: Kernel, problem: Problem, given: dict[str, Any], device: Device, tile: Any) -> dict[str, Any]:
     done = trial.launch(kernel, tile, problem, given, device)
     assert not done.stray_writes
