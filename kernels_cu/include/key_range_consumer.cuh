@@ -38,6 +38,14 @@ __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& a
 
 struct KeyRangeConsumer : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
+    int PV_n0 = 0;  // with a block map: first key of the tile whose P V comes next
+
+    // Key tile j; P V of the previous one has been issued.
+    __device__ __forceinline__ KeyTile read_key_tile(int j) {
+        const KeyTile tile = WorkTileConsumer::read_key_tile(j);
+        if (Head::HAS_BLOCK_MAP) PV_n0 = tile.n0;  // V is used after K's stage, which has the list entry, is released
+        return tile;
+    }
 
     // Whether a range of keys begins with key tile j, which is not the first one.
     __device__ __forceinline__ bool begins_key_range(int j) const {
@@ -65,8 +73,8 @@ struct KeyRangeConsumer : WorkTileConsumer {
     // rows with zeros; they are cleared anyway.) Every consumer does this for itself: they write equal values, without
     // order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
-        const int first = head.Sk - n0(j);
-        if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || Head::HAS_BLOCK_MAP || first >= BLOCK_N) return;
+        const int first = head.Sk - (Head::HAS_BLOCK_MAP ? PV_n0 : n0(j));
+        if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || first >= BLOCK_N) return;
         char* const tile = state.smem + VPipeline::tile_at(pipe_index + j);
         for (int i = threadIdx.x % 128; i < Values::SLABS * 8 * (BLOCK_N - max(first, 0)); i += 128) {
             const unsigned row = max(first, 0) + i / (Values::SLABS * 8), chunk = i % (Values::SLABS * 8);

@@ -167,20 +167,31 @@ def _queries(base: Base) -> Iterator[Pair]:
 
 def _allocation(base: Base) -> Iterator[Pair]:
     exact = _same(base)
-    p, n = exact.problem, exact.problem.Sk
 
-    def allocated(extra: int, what: str) -> Run:
-        padded = {
-            name: np.concatenate([x, np.full_like(x[:, :, :1], np.nan).repeat(extra, 2)], 2)
-            if name in ("K", "V")
-            else x
-            for name, x in exact.inputs.items()
-        }
-        problem = dataclasses.replace(p, Sk=n + extra, key_lengths=True)
-        return Run(what, problem, padded | {"key_lengths": np.full(p.B, n, np.int32)}, exact.rows)
+    def allocated(run: Run, extra: int, what: str) -> Run:
+        p, n = run.problem, run.problem.Sk
+        inputs = {**run.inputs, "key_lengths": np.full(p.B, n, np.int32)}
+        for name in ("K", "V"):
+            x = inputs[name]
+            inputs[name] = np.concatenate([x, np.full_like(x[:, :, :1], np.nan).repeat(extra, 2)], 2)
+        if p.mask:
+            inputs["mask"] = np.pad(inputs["mask"], ((0, 0),) * 3 + ((0, extra),), constant_values=True)
+        problem = dataclasses.replace(p, Sk=n + extra, key_lengths=True, mask=inputs["mask"].shape if p.mask else ())
+        return Run(what, problem, inputs, run.rows)
 
-    yield allocated(0, ""), allocated(77, "77 more keys allocated, which are NaN")
-    yield exact, allocated(1000, "key_lengths, and 1000 more keys allocated")
+    yield allocated(exact, 0, ""), allocated(exact, 77, "77 more keys allocated, which are NaN")
+    yield exact, allocated(exact, 1000, "key_lengths, and 1000 more keys allocated")
+    masked = _masked(exact, base.rng)
+    yield allocated(masked, 0, ""), allocated(masked, 77, "with a mask, 77 more keys allocated, which are NaN")
+
+
+def _masked(run: Run, rng: np.random.Generator) -> Run:
+    """The run with a mask that hides the first half of the keys, of which a block map skips tiles, and some others."""
+    p = run.problem
+    mask = rng.random((1, 1, p.Sq, p.Sk), np.float32) < 0.8
+    mask[..., : p.Sk // 2] = False
+    problem = dataclasses.replace(p, mask=mask.shape)
+    return dataclasses.replace(run, problem=problem, inputs={**run.inputs, "mask": mask})
 
 
 def _in_pages(run: Run, size: int, rng: np.random.Generator, what: str) -> Run:

@@ -52,6 +52,16 @@ def test_splits_that_follow_from_the_problem() -> None:
     assert tried(base.kernel, "splits", invariant=True).equal
 
 
+def test_keys_behind_the_last_one_with_a_block_map() -> None:
+    """V behind the last key is NaN, in a key tile whose first key is in the list of the block map."""
+    base = bits.base_of(registry.get("fwd_wgmma_invariant"), HOST, None, 1, True)
+    pairs = [*bits.CHANGES["allocation"](base)]
+    assert "with a mask" in pairs[-1][1].what
+    assert pairs[-1][1].problem.has_block_map
+    found = tried(base.kernel, "allocation", invariant=True)
+    assert found.equal, found.detail
+
+
 @pytest.mark.parametrize("name", ["fwd_block2d", "fwd_minimal"])
 @pytest.mark.sampled(2)
 def test_float8_with_invariant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
