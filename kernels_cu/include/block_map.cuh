@@ -17,6 +17,7 @@
 // A kernel with HAS_BLOCK_MAP skips tiles without a visible score, and does not mask fully visible tiles. Tiles are
 // multiples of MAP_N keys.
 static constexpr bool HAS_BLOCK_MAP = BLOCK_MAP, HAS_ELEMENT_BITS = BLOCK_MAP == 2;
+static_assert(!BLOCK_MAP || !(RAGGED || PAGE_SIZE), "a ragged or paged batch has no map (sandbox/core/block_map.py)");
 static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
 
 // In words: `words` of the diagram above; the offset of the element bits of query `row` in a row of the map; the size

@@ -53,7 +53,7 @@ constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
 // Whether another thread than K's loads V (fwd_load.cuh).
-constexpr bool SEPARATE_V_LOADS = PAGE_SIZE && !Head::HAS_BLOCK_MAP;
+constexpr bool SEPARATE_V_LOADS = PAGE_SIZE;
 constexpr unsigned LOAD_THREADS = SEPARATE_V_LOADS ? 3 : 2;
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {

@@ -33,7 +33,7 @@ constexpr bool STAGGERED =
 // 2048 rows at D = 256: +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers
 // have released earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the next work
 // tile: otherwise both could wait for each other.
-constexpr bool SCHEDULE_LATE = RAGGED && !Head::HAS_BLOCK_MAP && !STAGGERED;
+constexpr bool SCHEDULE_LATE = RAGGED && !STAGGERED;
 
 // Key tiles of a range of keys (key_splits.cuh). fwd_wgmma.py has the same RANGE_KEYS.
 constexpr int RANGE_KEYS = 2048, RANGE_TILES = (RANGE_KEYS + BLOCK_N / 2) / BLOCK_N;
