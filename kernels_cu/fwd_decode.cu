@@ -157,7 +157,8 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
     const float softmax_scale = Head::softmax_scale_of(seqlen.score), scale_log2 = softmax_scale * Head::LOG2E,
                 margin = RESCALE_THRESHOLD / scale_log2;
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    float lane_max[M_TILES][2], scales_log2[M_TILES][2];  // they differ only with a descale per head
+    float lane_max[M_TILES][2];
+    float scales_log2[M_TILES][2];  // of each row: all equal, except with a descale per head
     bool exceeds = state.large;
 #pragma unroll
     for (int mt = 0; mt < M_TILES; ++mt) {
@@ -190,7 +191,7 @@ __device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 
 
 // At the end of a block: the kernel of the long sequences precedes this one and may still run.
 __device__ __forceinline__ void wait_for_long_sequences() {
-    if (SHORT_SEQUENCES) end_after_previous_entry();
+    if (SHORT_SEQUENCES) end_after_previous_entry_point();
 }
 
 // The key tile from n0, in `stage`.

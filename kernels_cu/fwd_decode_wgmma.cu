@@ -14,9 +14,9 @@
 //   shared memory: Q | P [2], reused by O | K [STAGES] | V [STAGES] | row statistics | mbarriers
 // clang-format on
 //
-// S^T of the next tile is issued before O^T of this one, so that P of the next tile is computed during O^T: 0.64
-// instead of 0.74 us per tile. The time of a tile matters for blocks that finish after all others, in the last 10 us of
-// a launch: 0.3% with 512 heads of 8192 keys.
+// With up to 32 rows (OVERLAP_QK) S^T of the next tile is issued before O^T of this one, so that P of the next tile is
+// computed during O^T: 0.64 instead of 0.74 us per tile. The time of a tile matters for blocks that finish after all
+// others, in the last 10 us of a launch: 0.3% with 512 heads of 8192 keys.
 //
 // In fwd_decode each warp has other keys. To combine the results of the warps takes 4 us per head, during which the SM
 // loads nothing. Here the warps share all keys, and the keys of the next head load while O is stored.
@@ -39,12 +39,12 @@ __device__ __forceinline__ void load_KV(SmemAddr base, const View<const dtype>& 
     for (int tile_index = blockIdx.x; tile_index < work_tiles; tile_index += gridDim.x) {
         const PackedWorkTile work_tile(tile_index, row_tiles, Hk, group, score);
         // The tensor map of a broadcast dimension (stride 0) has size 1.
-        const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
-                              unsigned tile, int j) {
+        const auto load = [&](auto layout, auto pipeline, const TensorMap& map, const View<const dtype>& tensor,
+                              unsigned tiles_at, int j) {
             const unsigned stage = stage_of(next_pipe_index);
             pipeline.acquire(base, next_pipe_index);
-            tiles.load(base + tile + stage * tiles.BYTES, map, work_tile.n0(j), tensor.stride_h ? work_tile.h : 0,
-                       tensor.stride_b ? work_tile.b : 0, pipeline.full(base, stage));
+            layout.load(base + tiles_at + stage * layout.BYTES, map, work_tile.n0(j), tensor.stride_h ? work_tile.h : 0,
+                        tensor.stride_b ? work_tile.b : 0, pipeline.full(base, stage));
         };
 #pragma unroll 1
         for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
@@ -299,8 +299,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
         sum_over_lanes(l);
         if (g == 0) consumer.store_row_stats(warp_stats + warp * BLOCK_M, l);
         if (warp == 0 && g == 1) consumer.store_row_stats(row_maxima, m);  // for LSE
-        // The row sums are stored, and no MMA reads P any more. A masked key has P = 0, but 0 * NaN is NaN: rows that
-        // are not finite are recomputed. Rare.
+        // The row sums are stored, and no MMA reads P any more. A masked key has P = 0, but 0 * NaN is NaN: if a row
+        // is not finite, all rows of the work tile are recomputed. Rare.
         if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, Head::HAS_MASK && non_finite)) {
 #pragma unroll 1
             for (int row = warp; work_tile.has(row); row += CONSUMER_THREADS / 32)

@@ -12,8 +12,8 @@
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | Vt [STAGES] | mbarriers
 // clang-format on
 //
-// Vt: wgmma of 8 bits reads both operands K-major (transpose_V.cuh). Long sums: the tensor cores accumulate O over at
-// most MMA_SUM_KEYS keys (partial_O.cuh). Deferred rescaling: softmax_fp8.cuh.
+// Vt: wgmma of 8 bits reads both operands K-major (transpose_V.cuh). Long sums: the tensor cores accumulate O over
+// MMA_SUM_KEYS keys at a time (partial_O.cuh). Deferred rescaling: softmax_fp8.cuh.
 #define TIMELINE_BRANCH 1  // registers are few
 #define FALLBACK_INLINE __forceinline__
 #include "fp8_hopper.cuh"
@@ -39,7 +39,7 @@ static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 256, "a tile of whole wgmma steps"
 static_assert((STAGES & STAGES - 1) == 0, "pipe_index keeps the work tile's parity in its highest bit");
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM_V % 16 == 0, "a tensor map's rows are multiples of 16 bytes");
 
-constexpr int MMA_SUM_TILES = MMA_SUM_KEYS / BLOCK_N;  // key tiles that O accumulates in the tensor cores
+constexpr int MMA_SUM_TILES = MMA_SUM_KEYS / BLOCK_N;  // after so many key tiles O is added to a partial O
 
 using Queries = Swizzled<WARPGROUP_ROWS, D_PAD, 1>;
 using Keys = Swizzled<BLOCK_N, D_PAD, 1>;
@@ -118,14 +118,14 @@ __device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInf
     }
     if (STREAM_K && info.split.begin > 0) stream_k.merge(softmax, info.first, info.block, scale_log2);
 
-    const Head scaled(args.score, info.b, info.h);
-    // A masked key has P = 0, but 0 * NaN is NaN: rows that are not finite, or have very large scores, are
+    const Head head(args.score, info.b, info.h);
+    // A masked key has P = 0, but 0 * NaN is NaN: if a row is not finite, or has very large scores, all 64 are
     // recomputed. Rare.
     if (named_barrier_or(consumer_barrier(consumer), 128,
-                         !softmax.finite() || softmax.large(scaled.softmax_scale * Head::LOG2E)))
+                         !softmax.finite() || softmax.large(head.softmax_scale * Head::LOG2E)))
         attend_non_finite<WARPGROUP_ROWS, 4>(args.Q, args.K, args.V, args.O, args.LSE, args.group, args.score, info.b,
                                              info.h, args.H, warpgroup_row, warp % 4);
-    else store_O_and_LSE(softmax, info, scaled, args.O, args.LSE, args.H, lane % 4);
+    else store_O_and_LSE(softmax, info, head, args.O, args.LSE, args.H, lane % 4);
 }
 
 // A consumer warpgroup: 64 query rows of each work tile of the block.

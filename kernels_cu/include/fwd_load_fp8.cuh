@@ -14,15 +14,15 @@ __device__ __forceinline__ void load_work_tiles(char* smem, SmemAddr base, const
     for_each_fp8_work_tile(batch_heads, H, full_wave_tiles, partials, score, [&](const Fp8WorkTileRange& work_tile) {
         const int h = work_tile.h / group, b = work_tile.b;
         const SeqlenInfo sequence(score, b);
-        const auto load = [&](auto tiles, auto pipeline, const TensorMap& map, const auto& tensor, unsigned tile,
+        const auto load = [&](auto layout, auto pipeline, const TensorMap& map, const auto& tensor, unsigned tiles_at,
                               int j) {
             const unsigned i = pipe_index + j, stage = stage_of(i);
             TIMELINE(wait_empty);
             pipeline.acquire(base, i);
             TIMELINE(load);
-            if (tile == V_AT) has_tile[stage] = true;
-            load_key_tile<decltype(tiles)>(base + tile + stage * tiles.BYTES, map, tensor, sequence, b, h,
-                                           work_tile.n0(j), pipeline.full(base, stage));
+            if (tiles_at == V_AT) has_tile[stage] = true;
+            load_key_tile<decltype(layout)>(base + tiles_at + stage * layout.BYTES, map, tensor, sequence, b, h,
+                                            work_tile.n0(j), pipeline.full(base, stage));
         };
         const auto load_KV = [&](int begin, int end) {
 #pragma unroll 1

@@ -28,9 +28,9 @@ struct OutputWarpgroup {
     __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
 
-    // Zeros in the rows of keys that no row sees: P is 0 there, but 0 * NaN would be NaN. Rows beyond the tensor are
-    // zeros already.
-    __device__ __forceinline__ void clear_hidden(SmemAddr V_smem, char* V, int keys) {
+    // Sets the rows of V from `keys` on, which are behind the last valid key, to 0: P is 0 there, but 0 * NaN would be
+    // NaN. Rows beyond the tensor are zeros already.
+    __device__ __forceinline__ void clear_invalid_V(SmemAddr V_smem, int keys) {
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < (BLOCK_N - keys) * Half::SLABS * 8; i += 128) {
             const int row = keys + i / (Half::SLABS * 8), chunk = i % (Half::SLABS * 8);
@@ -74,7 +74,7 @@ struct OutputWarpgroup {
             HalfPipeline::wait(base, unit);
             const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
             const int keys = tile.seqlen.Sk - tile.n0(j);
-            if (KEY_LENGTHS && keys < BLOCK_N) clear_hidden(V_at, smem, keys);
+            if (KEY_LENGTHS && keys < BLOCK_N) clear_invalid_V(V_at, keys);
             if constexpr (EARLY > 0) mma_PV<0, EARLY>(index, V_at);
             if constexpr (EARLY < STEPS) {
                 if (j + 1 < tile.tiles) mbarrier_wait(NearlyDone::at(base, (index + 1) % 2), (index + 1) / 2 % 2);

@@ -35,9 +35,9 @@ struct QueryTileOrder {  // the query tiles of one sequence and head, sorted by 
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
     // Number of tiles in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
     __device__ __forceinline__ int tiles_from(int bucket) const {
-        const int key = bucket_begin<QueryTileOrder>(bucket);
-        const int masked_tiles = CAUSAL ? max(key - diagonal, 0) / BLOCK_M : 0;
-        return bucket < 0 ? tiles : Sk <= key ? 0 : max(tiles - masked_tiles, 0);
+        const int keys = bucket_begin<QueryTileOrder>(bucket);
+        const int shorter_tiles = CAUSAL ? max(keys - diagonal, 0) / BLOCK_M : 0;  // which see at most `keys` keys
+        return bucket < 0 ? tiles : Sk <= keys ? 0 : max(tiles - shorter_tiles, 0);
     }
     // First tile of a bucket, given tiles_from(the next bucket) and tiles_from(this bucket).
     __device__ __forceinline__ int first_of_bucket(int /*from_next*/, int from_this) const { return tiles - from_this; }
@@ -126,7 +126,8 @@ struct LongestFirst {
         // Binary search: count(bucket) > index, count(end) <= index.
         int bucket = -1, end = (longest + Tiles::BUCKET - 1) / Tiles::BUCKET + Tiles::FIRST_BUCKET_HALVED;
         int from_end = 0;  // count(end)
-        // The search then ends with bucket = 0, end = 2: the two halves as one.
+        // If one_bucket, the search ends with bucket = 0, end = 2: the two halves are one bucket. (For a tile without
+        // visible keys it ends with -1 and 0.)
         const bool one_bucket = Tiles::FIRST_BUCKET_HALVED && longest <= Tiles::BUCKET;
 #pragma unroll 1
         while (end - bucket > (one_bucket && bucket == 0 ? 2 : 1)) {

@@ -62,7 +62,7 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     __shared__ float2 sums_smem[GROUPS];
     const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, group = threadIdx.x / QUADS,
               quad = threadIdx.x % QUADS;
-    if (SHORT_SEQUENCES && row_tile<1>(score, blockIdx.x, entry).invalid()) return end_after_previous_entry();
+    if (SHORT_SEQUENCES && row_tile<1>(score, blockIdx.x, entry).invalid()) return end_after_previous_entry_point();
     const Split first_split = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
                                              : Split{entry, 0, splits, entry * splits};
     const RowTile tile = row_tile<1>(score, blockIdx.x, entry);

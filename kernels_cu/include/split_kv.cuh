@@ -25,9 +25,9 @@ __device__ __forceinline__ RowTile row_tile(const Score& score, unsigned x, int 
     return query_tile<ROWS>(score, x, b, packed);
 }
 
-// Ends a block that has not waited for the previous entry: the first block does, so that this grid does not end before
-// the previous one.
-__device__ __forceinline__ void end_after_previous_entry() {
+// The last call of a block that has not waited for the previous entry point. The first block waits here, so that this
+// grid does not end before the previous one.
+__device__ __forceinline__ void end_after_previous_entry_point() {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) griddepcontrol_wait();
 }
 

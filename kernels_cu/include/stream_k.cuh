@@ -1,21 +1,22 @@
 // Stream-K: the key tiles of work tiles that do not fill a wave are divided evenly over all blocks. A block has a range
 // of them, from one work tile or several, and processes the last one first. The last block of a work tile finalizes it;
-// by then the other blocks have usually stored their partial O. The number of a block in this order is a ticket, drawn
-// when the block begins its range: a block then waits only for blocks that run, in whatever order the GPU starts them.
+// by then the other blocks have usually stored their partial O. The ranges are numbered. A block draws the number of
+// its range, a ticket, when it begins the range: it then waits only for blocks that run, in whatever order the GPU
+// starts them.
 #pragma once
 #include <hopper.cuh>
 #include "partial_O.cuh"
 
-// Calls f(i, key tiles, first) for the ranges of key tiles of block `block`, of `keys` for each of `count` work tiles.
-// i: the work tile; first: the first block that has key tiles of it.
+// Calls f(i, range, first) for the ranges of key tiles of block `block` (its ticket); each of the `count` work tiles
+// has `key_tiles` of them. i: the work tile; first: the first block that has key tiles of it.
 template <class F>
-__device__ __forceinline__ void for_each_stream_k_range(unsigned block, unsigned count, unsigned keys, F f) {
-    const unsigned split_tiles = count * keys, begin = block * split_tiles / gridDim.x;
+__device__ __forceinline__ void for_each_stream_k_range(unsigned block, unsigned count, unsigned key_tiles, F f) {
+    const unsigned all_key_tiles = count * key_tiles, begin = block * all_key_tiles / gridDim.x;
 #pragma unroll 1
-    for (unsigned end = (block + 1) * split_tiles / gridDim.x; end > begin;) {
-        const unsigned i = (end - 1) / keys, tile_begin = i * keys, from = max(begin, tile_begin);
+    for (unsigned end = (block + 1) * all_key_tiles / gridDim.x; end > begin;) {
+        const unsigned i = (end - 1) / key_tiles, tile_begin = i * key_tiles, from = max(begin, tile_begin);
         f(i, Range{static_cast<int>(from - tile_begin), static_cast<int>(end - tile_begin)},
-          ((tile_begin + 1) * gridDim.x - 1) / split_tiles);
+          ((tile_begin + 1) * gridDim.x - 1) / all_key_tiles);
         end = from;
     }
 }

@@ -63,16 +63,16 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned batch_heads, int
             f(work_tile(batch_head, static_cast<int>(tile * BLOCK_M) - beyond));
         });
     } else {
-        const int keys = (score.Sk + BLOCK_N - 1) / BLOCK_N;
+        const int key_tiles = (score.Sk + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
         for (unsigned wave = 0, in_wave = blockIdx.x; wave < full_wave_tiles;
              wave += gridDim.x, in_wave = in_wave + 1 < gridDim.x ? in_wave + 1 : 0)
             if (const unsigned i = wave + in_wave; i < full_wave_tiles)
-                f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, keys}));
+                f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, key_tiles}));
         if (const unsigned count = batch_heads * tiles - full_wave_tiles; STREAM_K && count > 0) {
             const unsigned block = draw_ticket(partials);
-            for_each_stream_k_range(block, count, keys, [&](unsigned split_tile, Range split, unsigned first) {
-                const unsigned i = full_wave_tiles + split_tile;
+            for_each_stream_k_range(block, count, key_tiles, [&](unsigned index, Range split, unsigned first) {
+                const unsigned i = full_wave_tiles + index;
                 f(work_tile(i / tiles, i % tiles * BLOCK_M, split, static_cast<int>(first), static_cast<int>(block)));
             });
         }
