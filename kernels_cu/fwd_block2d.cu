@@ -2,7 +2,7 @@
 //
 // In rung 1 a thread owns a query row and loads one word of shared memory per multiply-add. Here X * Y threads
 // (THREADS_X, THREADS_Y) share BLOCK_M rows: threads along y divide the rows, threads along x the columns of a row.
-// Each thread has a small rectangle of S and of O in registers, so that a loaded word is used by 4 to 8 multiply-adds.
+// Each thread has a small rectangle of S and of O in registers, so that a loaded word is used by several multiply-adds.
 //
 // clang-format off
 //                  S = Q K^T                           O += P V
@@ -17,7 +17,7 @@
 // that read four words each of eight keys access 32 different banks.
 //
 //   Q_smem  [BLOCK_M][HEAD_DIM, padded, + 4]   loaded once
-//   KV_smem [BLOCK_N][BLOCK_D + 4]             K, BLOCK_D columns at a time; then V, as many whole rows as fit
+//   KV_smem [BLOCK_N][BLOCK_D + 4]             K, BLOCK_D columns at a time; then V, V_ROWS rows at a time
 //   P_smem  [BLOCK_M][BLOCK_N + 4]             all in fp32: a value is used, and would be converted, many times
 //
 // Inner loops on sm_90a for D = 64 / 128 / 256: Q K^T has 128 FFMA per 12 LDS.128, P V 128 / 256 / 512
@@ -32,7 +32,7 @@ constexpr int O_COLS = (HEAD_DIM_V + 4 * THREADS_X - 1) / (4 * THREADS_X) * 4;  
 constexpr int Q_PITCH = (HEAD_DIM + BLOCK_D - 1) / BLOCK_D * BLOCK_D + 4, K_PITCH = BLOCK_D + 4, P_PITCH = BLOCK_N + 4;
 constexpr int V_PITCH = O_COLS * THREADS_X;
 __device__ constexpr int v_rows(int rows) { return rows * V_PITCH <= BLOCK_N * K_PITCH ? rows : v_rows(rows / 2); }
-constexpr int V_ROWS = v_rows(BLOCK_N);
+constexpr int V_ROWS = v_rows(BLOCK_N);  // BLOCK_N, halved until they fit in the memory of K
 // Four blocks per SM would spill for D <= 64.
 constexpr bool FEWER_BLOCKS = CAUSAL && (__CUDA_ARCH__ < 900 ? SOFTCAP : RAGGED);
 // In addition to S and O.

@@ -3,8 +3,9 @@
 //
 // The query heads of a key/value head are rows of one tile (packed GQA), 64 of them. O is 64 x 512 in fp32, half of the
 // register file, so a block has one tile, and two warpgroups own its left and right half. A third warpgroup computes S
-// and P of all rows, 64 keys at a time. There is no producer: a thread of the warpgroup that has read a stage loads it
-// again. (With a fourth warpgroup, ptxas has 128 registers per thread, too few for O.)
+// and P of all rows, 64 keys at a time. There is no producer: when one of O's warpgroups has read a half
+// of V, one of its threads loads another into that stage; the left half's thread also loads the rest of K. (With a
+// fourth warpgroup, ptxas has 128 registers per thread, too few for O.)
 //
 // clang-format off
 //   S warpgroup   QK0 | softmax0 | QK1            | softmax1      | QK2                               time ->

@@ -5,12 +5,12 @@
 // cp.async into two stages: tile j + 1 is loaded while tile j is computed, with one barrier per tile.
 //
 // clang-format off
-//   warp 0  rows   0 ..  31   Q_rmem (A operand)   S = Q K^T, SUB_N keys at a time   O_rmem (accumulators)
+//   warp 0  rows   0 ..  31   state.Q (A operand)  S = Q K^T, SUB_N keys at a time   state.O (accumulators)
 //   warp 1  rows  32 ..  63     "                  P = exp2((S - m) * scale_log2),    O += P V
 //   ...                                            packed to 16 bits: an A operand of P V in the same lanes
 //
 //   shared memory: Q [BLOCK_M][D_PAD] | stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD] | stage 1
-//   (O is staged in Q's memory)
+//   O is staged in Q's memory. Unless Q_IN_REGISTERS, each step reads Q from shared memory.
 // clang-format on
 //
 // BLOCK_N is the number of keys of a stage, SUB_N (which divides it) that of keys whose S is in registers at a time.
@@ -161,9 +161,9 @@ struct ConsumerWarp {
         }
     }
 
-    // The K/V tile j, KEYS keys at a time. MASKED: the tile may have hidden scores; steps are then small, and steps
-    // outside of the key range of all rows are skipped. Otherwise calls load_part(step) for each of the tile's
-    // QK_STEPS.
+    // The K/V tile j, KEYS keys at a time. MASKED: the tile may have hidden scores; steps are then of 16 keys (of SUB_N
+    // with an element mask, or INVARIANT), and steps outside of the key range of all rows are skipped. Otherwise calls
+    // load_part(step) for each of the tile's QK_STEPS.
     template <bool MASKED, class Call>
     __device__ __forceinline__ void process_keys(int j, const Call& load_part) {
         // INVARIANT: m may change after the same keys in a masked tile, too.

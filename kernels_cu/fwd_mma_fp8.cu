@@ -3,14 +3,13 @@
 // The structure is that of fwd_mma: a warp owns M_TILES tiles of 16 query rows, and K and V tiles of BLOCK_N keys are
 // loaded by cp.async into two stages. Differences:
 //
-// - The B operand of P V needs four consecutive keys in a register, but ldmatrix.trans gives pairs of columns. Two byte
-// permutations
-//   separate the columns; the resulting order of keys is the order of a lane's scores (fp8.cuh). One O accumulator has
-//   the even columns of 16, the next one the odd columns, so that a lane stores four adjacent columns of O.
+// - The B operand of P V needs four consecutive keys in a register, but ldmatrix.trans gives pairs of columns. Two
+//   byte permutations separate the columns; the resulting order of keys is the order of a lane's scores (fp8.cuh). One
+//   O accumulator has the even columns of 16, the next one the odd columns, so that a lane stores four adjacent columns
+//   of O.
 // - Tensor cores accumulate 8-bit products with about 14 bits. The product of SUB_N keys and 16 columns is therefore a
-// separate
-//   accumulator T, which is added to O in fp32 by the FFMA that also rescales O. So m is updated in every step, and P
-//   is scaled to the largest number of V's type (P_MAX).
+//   separate accumulator T, which is added to O in fp32 by the FFMA that also rescales O. So m is updated in every
+//   step, and P is scaled to the largest number of V's type (P_MAX).
 // - O is stored from registers: its elements are wider than Q's, so Q's shared memory is too small for it.
 #include "fp8.cuh"
 #include "mma_smem.cuh"
@@ -71,8 +70,8 @@ __device__ __forceinline__ void add_PV(Softmax& state, const unsigned (&P)[M_TIL
     }
 }
 
-// One K/V tile, KEYS keys at a time. MASKED: the tile may have hidden scores; steps are then small, and steps outside
-// of the key range of all rows are skipped.
+// One K/V tile, KEYS keys at a time. MASKED: the tile may have hidden scores; steps are then of 32 keys (of SUB_N with
+// an element mask), and steps outside of the key range of all rows are skipped.
 template <bool MASKED>
 __device__ __forceinline__ void process_keys(Softmax& state, const Head& head, int warp_row0, int n0, SmemAddr Q_smem,
                                              SmemAddr K_smem, const QKOffsets& q_offsets, const QKOffsets& k_offsets) {
@@ -152,9 +151,10 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void fwd_mma_fp8(
     if (LONG_SEQUENCES) griddepcontrol_launch_dependents();  // the short ones run on SMs that this kernel leaves idle
     const int h = blockIdx.y, batch = blockIdx.z;
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const RowTile tile = query_tile<BLOCK_M>(score, CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, batch);
+    const int x = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // causal: the longest tiles start first
+    const RowTile tile = query_tile<BLOCK_M>(score, x, batch);
     if (RAGGED && tile.invalid()) return;
-    const int b = tile.b, m0 = tile.row0;  // causal: the longest tiles start first
+    const int b = tile.b, m0 = tile.row0;
     const int warp_row0 = m0 + warp * 16 * M_TILES;
     const Head head(score, b, h);
     const auto K_rows = head.rows_of_keys(K, h / group);

@@ -30,7 +30,7 @@ struct CombinedRow {
 
 // Scratch memory for partial results: O, not divided by l, of all rows and splits, then m and l. The splits of a row
 // are adjacent. The number of a row is its index in LSE, or, of ragged queries with blocks for each sequence, its index
-// in a tensor (H, ROWS of a sequence).
+// in a tensor (H, rows_per_head) of its sequence.
 struct Partials {
     static constexpr bool OF_SEQUENCE = RAGGED && BLOCKS_BY_ENTRY;
     float* data;

@@ -10,7 +10,7 @@
 template <class T, int R>
 struct Wgmma8;  // operands of type T, R = N / 2 accumulators per thread
 
-// Each row of the table is one width N, as in hopper.cuh, for both types.
+// Each WGMMA8(...) below is one width N, as in wgmma.cuh, for both types.
 #define WGMMA8_OF(T, TYPES, N, LIST, OUT, X0, X1, X2, X3, X4, X5)                                                    \
     template <>                                                                                                      \
     struct Wgmma8<T, N / 2> {                                                                                        \

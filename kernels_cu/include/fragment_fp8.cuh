@@ -40,7 +40,7 @@ __device__ __forceinline__ void convert_P(unsigned (&P)[BLOCK_N / 32][4], float 
         if (!kept[i / 8].keep(i / 4 % 2 * 2 + i / 2 % 2, i % 2)) S[i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; ++i) {
-        const float* s = S + i / 2 * 8 + i % 2 * 2;  // column blocks 2 k and 2 k + 1, row g or g + 8
+        const float* s = S + i / 2 * 8 + i % 2 * 2;  // column blocks 2 k and 2 k + 1 (k = i / 2), row g or g + 8
         P[i / 4][i % 4] = pack4<dtype_v>(s[0], s[1], s[4], s[5]);
     }
 }

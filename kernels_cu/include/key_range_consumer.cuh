@@ -1,13 +1,10 @@
-// How the three kernels from fwd_wgmma.cu differ.
+// How the three kernels from fwd_wgmma.cu differ:
 //
-//   fwd_wgmma            One range of keys; the functions for several do nothing. store_non_finite recomputes all rows
-//   of
-//                        a warp.
-//   fwd_wgmma_split      The warps of a work tile may have rows of several heads (PACK_GQA), and blocks share its keys
-//                        (key_splits.cuh).
-//   fwd_wgmma_invariant  As fwd_wgmma_split, but the sums of a row begin anew with each of some fixed ranges of keys,
-//   the
-//                        rows of V behind the last key are cleared, and only rows that are not finite are recomputed.
+// - fwd_wgmma: one range of keys; the functions for several do nothing. store_non_finite recomputes all rows of a warp.
+// - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and blocks share its keys
+//   (key_splits.cuh).
+// - fwd_wgmma_invariant: as fwd_wgmma_split, but the sums of a row begin anew with each of some fixed ranges of keys,
+//   the rows of V behind the last key are cleared, and only rows that are not finite are recomputed.
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
@@ -47,7 +44,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
         return tile;
     }
 
-    // Whether a range of keys begins with key tile j, which is not the first one.
+    // Whether key tile j is the first of a range of keys, other than the first range.
     __device__ __forceinline__ bool begins_key_range(int j) const {
         return MERGE_RANGES && j > first_own && j % RANGE_TILES == 0;
     }

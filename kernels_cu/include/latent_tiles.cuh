@@ -21,7 +21,7 @@ using Queries = Swizzled<BLOCK_M, 64 * (SLABS - Q_REGISTER_SLABS)>;
 using PTile = Swizzled<BLOCK_M, BLOCK_N>;  // P
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "one m64n64 accumulator");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
-static_assert(STAGES / 2 == 2, "the left half's thread loads the rest and the right half of one key tile");
+static_assert(STAGES / 2 == 2, "the left half's thread loads the rest of K, and half a V, of the same key tile");
 static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 

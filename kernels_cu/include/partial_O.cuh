@@ -1,10 +1,10 @@
 // Partial O in global memory, of a persistent block: O, not divided by l, with m and l. Two uses:
 //
 //   long sums   float8 wgmma keeps about 14 bits of a sum and rounds towards zero: 32 keys lower O by up to 2^-13 of
-//               its value. O therefore accumulates at most MMA_SUM_KEYS keys in the tensor cores, and is then added in
-//               fp32 to a partial O (CUTLASS: promotion). The worst case, V = 1, has an error of 0.3% with a bfloat16 O
-//               (half a unit in the last place), and 0.07% otherwise; without partial O it is 1.2% after 16k keys
-//               (experiments/015_fp8).
+//               its value. O therefore accumulates at most MMA_SUM_KEYS keys in the tensor cores (the last time up to
+//               one key tile more), and is then added in fp32 to a partial O (CUTLASS: promotion). The worst case,
+//               V = 1, has an error of 0.3% with a bfloat16 O (half a unit in the last place), and 0.07% otherwise;
+//               without partial O it is 1.2% after 16k keys (experiments/015_fp8).
 //   stream-K    blocks that share a work tile exchange their partial O (stream_k.cuh).
 #pragma once
 #include "softmax_rows.cuh"

@@ -13,8 +13,11 @@
 constexpr bool CHECK_SUMS = !Head::HAS_SCORE_MOD && !Head::HAS_LEFT_BOUND && !Head::ELEMENT_MASK;
 // Whole bits, so that P of the maximum is exact. With 5 bits, BLOCK_N / 8 equal scores do not exceed the limit.
 constexpr int HEADROOM = CHECK_SUMS && BLOCK_N > 128 ? 5 : 4;
-// P of the score that set m; the smallest P that would overflow to P_MAX.
-constexpr float RESCALE_SHARE = 1.0f / 4, P_AFTER_RESCALE = P_MAX / (1 << HEADROOM), P_OVERFLOW = 1.03f * P_MAX;
+constexpr float RESCALE_SHARE = 1.0f / 4;                   // of the row sum: see above
+constexpr float P_AFTER_RESCALE = P_MAX / (1 << HEADROOM);  // P of the score that set m
+// Up to here P is rounded to P_MAX, not clamped: float8_e4m3 rounds numbers up to 1.036 P_MAX to it, float8_e5m2 up to
+// 1.07 P_MAX.
+constexpr float P_OVERFLOW = 1.03f * P_MAX;
 
 // Softmax state of a consumer thread: O, m and l of its two query rows, g and g + 8 of the warp's 16.
 struct Fp8SoftmaxState : AccumulatorRows<QueryRows> {
@@ -113,7 +116,7 @@ struct Fp8SoftmaxState : AccumulatorRows<QueryRows> {
         return __any_sync(0xffffffffu, any);
     }
     // Raises m of the rows that need it, after the exponentials: their largest P becomes P_AFTER_RESCALE. If P is
-    // infinite, m becomes infinite, large() is true, and the row is recomputed by non_finite.cuh.
+    // infinite, m becomes infinite, large() is true, and non_finite.cuh recomputes all rows of the warpgroup.
     __device__ __forceinline__ void rescale_after_exp(float (&P)[BLOCK_N / 2], float (&sums)[2][2], float scale_log2) {
         float lane_max[2][2] = {};
         max_of(lane_max, P);

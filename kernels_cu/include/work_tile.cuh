@@ -26,9 +26,9 @@ struct WorkTile {  // extent: offsets and lengths of its sequence, so that consu
 #else
 struct WorkTile {  // batch_head: b * H + head_in_batch
     int b = -1, row0 = 0, batch_head = 0, head_in_batch = 0;
-#if KEY_SPLITS && INVARIANT  // fixed ranges, whatever their number
+#if KEY_SPLITS && INVARIANT
     int split = 0, group = 1;
-    static constexpr int splits = 1;
+    static constexpr int splits = 1;  // not used: range `split` is RANGE_TILES key tiles, whatever the number of ranges
 #elif KEY_SPLITS
     int split = 0, splits = 1, group = 1;
 #else
