@@ -184,7 +184,7 @@ def test_attention_finds_the_view(device: Device) -> None:
         assert abs(out[0] - expected).max() < 2e-3
         assert abs(out[1] - lse).max() < 1e-3
     for v in (other[..., :512], kv[..., 64:], np.ascontiguousarray(kv[..., :512])):
-        with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k, not a copy"):
+        with pytest.raises(sandbox.UnsupportedProblem, match=r"v must be the view k\[..., :Dv\] of k, not a copy"):
             sandbox.attention(q, kv, v)
 
 
@@ -194,7 +194,7 @@ def test_attention_of_torch() -> None:
     expected = sandbox.reference.attention(q.float().numpy(), *(kv[..., :n].float().numpy() for n in (576, 512)))[0]
     for _ in range(3):
         assert abs(sandbox.attention(q, kv, kv[..., :512]).float().numpy() - expected).max() < 2e-2
-    with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k"):
+    with pytest.raises(sandbox.UnsupportedProblem, match=r"v must be the view k\[..., :Dv\] of k"):
         sandbox.attention(q, kv, kv[..., :512].clone(memory_format=torch.preserve_format))
     q.requires_grad_()
     with pytest.raises(sandbox.UnsupportedProblem, match="latent attention is forward only"):
@@ -210,5 +210,5 @@ def test_attention_paged_finds_the_view() -> None:
     keys = pages[table].reshape(2, 192, 1, 576).swapaxes(1, 2)
     expected = sandbox.reference.attention(q, keys, keys[..., :512], causal=True, key_lengths=lengths)[0]
     assert abs(out - expected).max() < 2e-3
-    with pytest.raises(sandbox.UnsupportedProblem, match=r"v is the view k\[..., :Dv\] of k"):
+    with pytest.raises(sandbox.UnsupportedProblem, match=r"v must be the view k\[..., :Dv\] of k"):
         sandbox.attention_paged(q, pages, pages[..., :512].copy(), table, lengths)
