@@ -7,7 +7,7 @@ import sys
 from ..scaffold import doctor, report
 from .group import cli
 from .options import json_option
-from .output import print_json, say, screen
+from .output import print_json, screen
 
 
 @cli.command("doctor")
@@ -22,6 +22,5 @@ def doctor_(as_json: bool) -> None:
         print_json(findings)
     else:
         screen().print(report.doctor_table(findings))
-        for text in doctor.READERS:
-            say(text)
+        screen().print("\n".join(doctor.READERS), highlight=False)
     sys.exit(int(any(f.required and not f.ok for f in findings)))

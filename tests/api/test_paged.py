@@ -86,7 +86,7 @@ def test_float8_pages_that_make_no_sense() -> None:
     with pytest.raises(UnsupportedProblem, match="k_pages is float8_e4m3: it needs descale"):
         sandbox.attention_paged(q, *eighth, table, lengths)
     with pytest.raises(
-        UnsupportedProblem, match="k_pages is float16 and v_pages is float8_e4m3: convert both to float16, as q"
+        UnsupportedProblem, match="float8_e4m3: convert both to float16, the dtype of q, or both to float8"
     ):
         sandbox.attention_paged(q, k, eighth[1], table, lengths, descale=(1, 1, 1))
     with pytest.raises(
