@@ -48,7 +48,7 @@ def test_each_sequence_is_as_attention_makes_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_options_and_gradients_sampled(seed: int) -> None:
     sample, rng = random.Random(seed), np.random.default_rng(seed)
     queries, keys = ([sample.choice((0, 1, 7, 40)) for _ in range(4)] for _ in "qk")

@@ -36,7 +36,7 @@ def pointed() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("kernel", "case"), list(pointed()))
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_isolating_inputs(kernel: Kernel, case: Case, device: Device) -> None:
     right(kernel, case, device)
 

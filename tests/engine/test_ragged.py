@@ -82,7 +82,7 @@ def same(kernel: Kernel, name: str, a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "seed", [*(pytest.param(n, marks=pytest.mark.sampled(6)) for n in (0, 1)), pytest.param(2, marks=pytest.mark.gpu)]
+    "seed", [*(pytest.param(n, marks=pytest.mark.sampled(10)) for n in (0, 1)), pytest.param(2, marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_each_sequence_is_as_if_alone(kernel: Kernel, seed: int, device: Device) -> None:

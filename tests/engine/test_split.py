@@ -47,7 +47,7 @@ def splits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("blocks", [pytest.param(3, marks=pytest.mark.sampled(10)), 132])
 @pytest.mark.parametrize(("inputs", "options"), CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_split_keys(inputs: str, options: dict[str, Any], blocks: int, device: Device) -> None:
     """More splits than key tiles, so some have none."""
     problem = dataclasses.replace(FEW, **options)

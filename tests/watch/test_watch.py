@@ -144,6 +144,7 @@ def test_a_crash_and_a_spec(person: Callable[..., Person]) -> None:
         assert last["figures"]["smem"] > last["previous"]["figures"]["smem"]
 
 
+@pytest.mark.complete
 def test_a_problem_of_ones_own(person: Callable[..., Person]) -> None:
     """A kernel that prints, one that ends for no problem, and one with an uninitialised variable."""
     me = person("cpu", "--timeout", "3", "--shape", "1,1,33,8", "--dtype", "float32")
