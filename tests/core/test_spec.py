@@ -696,3 +696,9 @@ def test_a_stored_score_names_a_file_of_the_project_by_its_place_in_it() -> None
     assert Score.from_json(row).file == str(within)
     for file in (elsewhere, ""):
         assert Score.from_json(Score("x + 1", file=file).as_json()).file == file
+
+
+def test_one_entry_with_a_size_has_one_head() -> None:
+    problem = Problem(2, 8, 70, 90, 64, Hk=2, mask=(2, 8, 70, 90), key_lengths=True)
+    one = problem.one_entry(16)
+    assert (one.B, one.H, one.Hk, one.Sq, one.Sk, one.mask, one.key_lengths) == (1, 1, 1, 16, 16, (1, 1, 1, 1), False)

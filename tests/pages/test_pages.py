@@ -150,6 +150,12 @@ def test_pages_are_self_contained(versions: tuple[Code, Code]) -> None:
         assert page.startswith("<!doctype html>")
 
 
+def test_a_page_is_written_to_a_new_folder(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "page.html"
+    render.write(path, "\ud800 é")
+    assert path.read_text(encoding="utf-8") == r"\ud800 é"
+
+
 def test_texts_are_escaped_and_not_run(versions: tuple[Code, Code]) -> None:
     page = disassembly_page.page([versions[1]])
     assert "<script>alert" not in page
