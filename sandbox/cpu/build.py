@@ -53,7 +53,6 @@ _SANITIZE = {
 # (-ftrivial-auto-var-init=pattern fills locals of optimised code too, but GCC 12 then misaligns stack arrays of leaf
 # functions, and its pattern is not NaN.)
 _CALL_AT_ENTRY = ("-pg", "-mfentry") if platform.machine() == "x86_64" else ()
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = re.compile(r"\b__launch_bounds__\s*\(")
 # extern __shared__ __align__(16) float smem[];  the specifiers may be in any order
 _DYNAMIC = re.compile(r"\bextern\b(?=[^;{}\[]*\b__shared__\b)[^;{}\[]*?(\w+)\s*\[\s*\]\s*;")
@@ -124,7 +123,7 @@ def _kernel(
         if (missing := _missing_entry(error.log, entries)) is None:
             raise
         files, _ = sources.included_files(source, searched(source, folders))
-        found = (name for file in files for name in sources.entry_points(file.read_text(errors="replace")))
+        found = (name for file in files for name in sources.entry_points(file))
         message = nvrtc.no_entry_point(source, missing, found)
         raise CompileError(message, source=str(source), options=options, log=error.log) from None
 
@@ -145,7 +144,7 @@ def translation_unit(source: Path, entries: Sequence[str]) -> str:
         message = f"the host compiler cannot include {str(source)!r}: {reason}; move it to another folder"
         raise CompileError(message, source=str(source), options=(), log=reason)
     files, _ = sources.included_files(source, searched(source))
-    texts = [_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files]
+    texts = [sources.code_of(file) for file in files]
     names = dict.fromkeys(name for text in texts for name in _DYNAMIC.findall(text))
     return "\n".join(
         (

@@ -96,7 +96,7 @@ def version(kernel: Kernel, reference: str) -> Kernel:
 
 def _renamed(kernel: Kernel) -> Kernel:
     """The kernel with the entry-point names of its file, if they differ, as in a renamed copy."""
-    there = sources.entry_points(kernel.source.read_text(errors="replace")) if kernel.source.is_file() else []
+    there = sources.entry_points(kernel.source) if kernel.source.is_file() else []
     if kernel.name in there or len(there) != len(kernel.entries):
         return kernel
     name = min(there, key=len)

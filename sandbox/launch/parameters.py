@@ -12,10 +12,8 @@ from pathlib import Path
 from ..core.errors import SpecError
 from ..core.kernel import Dim3, Entry
 from ..toolchain.nvrtc import Parameter
-from ..toolchain.sources import split_arguments
+from ..toolchain.sources import code_of, split_arguments
 from .arguments import ARGUMENTS, Row
-
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def check_arguments(
@@ -78,7 +76,7 @@ def _shown(parameter: Parameter) -> str:
 
 def _names(entry: str, source: Path, count: int) -> list[str]:
     """The parameter names in the `.cu`; empty strings if they cannot be parsed, as when a macro makes the list."""
-    text = _COMMENT.sub(" ", source.read_text(errors="replace"))
+    text = code_of(source)
     begin = re.search(rf"\b__global__\b[^;{{}}]*?\b{entry}\s*\(", text)
     declarations = split_arguments(text, begin.end(), "(<[", ")>]")[0] if begin else []
     names = [(re.findall(r"[A-Za-z_]\w*", declaration) or [""])[-1] for declaration in declarations]

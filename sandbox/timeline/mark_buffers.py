@@ -32,7 +32,6 @@ _NO_BLOCK = 2**32 - 1
 _ANCHOR = np.dtype([("sm", "u4"), ("clock", "u4"), ("nanoseconds", "u8")])
 _SYMBOL = "sandbox_timeline"
 _CALL = re.compile(r"\bTIMELINE\((\w+)\)")
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def steps_of(source: Path) -> tuple[str, ...]:
@@ -41,7 +40,7 @@ def steps_of(source: Path) -> tuple[str, ...]:
     Raises UnsupportedProblem if there are none, or more than MOST_STEPS.
     """
     files, _ = sources.included_files(source, build.include_dirs(source))
-    texts = (_COMMENT.sub(" ", file.read_text(errors="replace")) for file in files if file.name != "timeline.cuh")
+    texts = (sources.code_of(file) for file in files if file.name != "timeline.cuh")
     names = {name for text in texts for name in _CALL.findall(text)}
     if not names:
         raise UnsupportedProblem(f"{source.name} has no marks: add the statement `TIMELINE(name);` where a step begins")

@@ -57,9 +57,14 @@ def _read(path: str) -> tuple[bytes, tuple[str, ...], bool]:
     return hashlib.sha256(without_comments(content)).digest(), names, bool(_COMPUTED.search(joined))
 
 
-def entry_points(text: str) -> list[str]:
-    """The names of the entry points that CUDA source text declares."""
-    return _ENTRY.findall(_COMMENT.sub(" ", text))
+def code_of(path: Path) -> str:
+    """The text of a source, with a space for each comment."""
+    return _COMMENT.sub(" ", path.read_text(errors="replace"))
+
+
+def entry_points(path: Path) -> list[str]:
+    """The names of the entry points that a `.cu` or a header declares."""
+    return _ENTRY.findall(code_of(path))
 
 
 def without_comments(content: bytes) -> bytes:
