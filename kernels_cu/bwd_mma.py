@@ -1,6 +1,6 @@
 """Spec of `bwd_mma.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, unsupported_by_cp_async
+from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, unsupported_by_cp_async, unsupported_by_sm
 
 
 def columns(width: int, t: Tile) -> int:
@@ -32,7 +32,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rows = 32 * t.WARPS  # a warp has 32 keys, and 32 rows of dQ
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
         return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide 32 * WARPS={rows}; BLOCK_M is at most 128"
-    share, smem, widest = rows // t.BLOCK_N, t.MIN_BLOCKS * (smem_bytes(p, t) + 1024), max(p.D, p.Dv)
+    share, widest = rows // t.BLOCK_N, max(p.D, p.Dv)
     rules = (
         (
             t.BLOCK_M // share % 16 == 0,
@@ -47,12 +47,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             ),
         ),
         (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
-        (
-            smem <= 233472,  # of an SM; 1024 bytes of each block are reserved
-            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 233472",
-        ),
     )
-    return next((reason for holds, reason in rules if not holds), None)
+    return next((reason for holds, reason in rules if not holds), None) or unsupported_by_sm(p, t, smem_bytes(p, t))
 
 
 kernel = Kernel(

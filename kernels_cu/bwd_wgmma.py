@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, mask_of, unsupported_by_wgmma
 
 SMEM = 232448  # bytes of shared memory per block
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a left bound (window): such work tiles are short
@@ -191,11 +191,6 @@ nondeterministic = Kernel(
         ),
     ),
 )
-
-
-def mask_of(p: Problem) -> str:
-    """What has a block map, as text."""
-    return f"mask={p.mask}" if p.mask else "a Score with a mask"
 
 
 def supports_split_group(p: Problem, arch: Arch | None) -> str | None:

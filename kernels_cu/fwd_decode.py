@@ -1,8 +1,7 @@
 """Spec of `fwd_decode.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
+from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
-SM_SMEM = 233472  # bytes of shared memory per SM, including 1 KiB reserved per block
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z

@@ -1,8 +1,7 @@
 """Spec of `fwd_decode_wgmma.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import SM_SMEM, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
-SM_SMEM = 233472  # shared memory of an SM in bytes, including 1 KiB that each block reserves
 SMS = 132  # SMs of the H100 and H200
 
 

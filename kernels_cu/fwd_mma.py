@@ -1,6 +1,6 @@
 """Spec of `fwd_mma.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
+from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async, unsupported_by_sm
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -17,7 +17,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, registers of S and O, shared memory of an SM."""
-    rows, columns, smem = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16, t.MIN_BLOCKS * (smem_bytes(p, t) + 1024)
+    rows, columns = t.BLOCK_M // t.WARPS, cdiv(max(p.D, p.Dv), 16) * 16
     accumulators = rows * (columns + t.SUB_N) // 32
     rules = (
         (
@@ -33,12 +33,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
                 f"D={max(p.D, p.Dv)}: the limit is 176 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
             ),
         ),
-        (
-            smem <= 233472,  # of an SM; 1024 bytes of each block are reserved
-            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has 233472",
-        ),
     )
-    return next((reason for holds, reason in rules if not holds), None)
+    return next((reason for holds, reason in rules if not holds), None) or unsupported_by_sm(p, t, smem_bytes(p, t))
 
 
 def rank(p: Problem, t: Tile) -> int:

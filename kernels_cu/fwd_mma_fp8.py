@@ -1,6 +1,6 @@
 """Spec of `fwd_mma_fp8.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
+from sandbox.spec import SM_SMEM, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async, unsupported_by_sm
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -22,7 +22,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, registers without spills, shared memory of an SM."""
-    rows, smem = t.BLOCK_M // t.WARPS, t.MIN_BLOCKS * (smem_bytes(p, t) + 1024)
+    rows = t.BLOCK_M // t.WARPS
     accumulators = rows * (p.Dv + t.SUB_N + t.SUB_N // 4) // 32
     rules = (
         (
@@ -38,14 +38,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
                 f"Dv={p.Dv}: the limit is 168 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
             ),
         ),
-        (
-            # of an SM; 1024 bytes of each block are reserved
-            smem <= 102400 or (arch is not None and arch[0] in (9, 10) and smem <= 233472) or arch is None,
-            f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has "
-            + ("233472" if arch and arch[0] in (9, 10) else "102400"),
-        ),
     )
-    return next((reason for holds, reason in rules if not holds), None)
+    if reason := next((reason for holds, reason in rules if not holds), None):
+        return reason
+    if arch is None:
+        return None
+    return unsupported_by_sm(p, t, smem_bytes(p, t), SM_SMEM if arch[0] in (9, 10) else 102400)
 
 
 kernel = Kernel(

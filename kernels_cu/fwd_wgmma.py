@@ -16,6 +16,7 @@ from sandbox.spec import (
     cdiv,
     decode_us,
     keys_of_row,
+    mask_of,
     unsupported_by_wgmma,
     wgmma_us,
 )
@@ -376,11 +377,6 @@ def best_splits(p: Problem, t: Tile) -> int:
 def split_us(p: Problem, t: Tile) -> float:
     """Sort key of tiles: the estimated time; tiles that were not timed with the options last."""
     return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (0 if was_timed(p, t) else 1e9)
-
-
-def mask_of(p: Problem) -> str:
-    """What has a block map, as text."""
-    return f"mask={p.mask}" if p.mask else "a Score with a mask"
 
 
 def supports_split(p: Problem, arch: Arch | None) -> str | None:

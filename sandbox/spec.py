@@ -2,14 +2,31 @@
 
 from .core.dtypes import ITEMSIZE
 from .core.estimates import decode_us, keys_of_row, wgmma_us
-from .core.kernel import COMPUTATIONS, HOPPER_SMS, ROW_INDEPENDENT, Arch, BoxRows, Computation, Dim3, Entry, Kernel
+from .core.kernel import (
+    COMPUTATIONS,
+    HOPPER_SMS,
+    ROW_INDEPENDENT,
+    SM_SMEM,
+    Arch,
+    BoxRows,
+    Computation,
+    Dim3,
+    Entry,
+    Kernel,
+)
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
 from .core.options import SAME_FOR_GROUP
 from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile
-from .core.unsupported import unsupported_by_cp_async, unsupported_by_wgmma, unsupported_unless
+from .core.unsupported import (
+    mask_of,
+    unsupported_by_cp_async,
+    unsupported_by_sm,
+    unsupported_by_wgmma,
+    unsupported_unless,
+)
 
 __all__ = [
     "COMPUTATIONS",
@@ -17,6 +34,7 @@ __all__ = [
     "ITEMSIZE",
     "ROW_INDEPENDENT",
     "SAME_FOR_GROUP",
+    "SM_SMEM",
     "Arch",
     "BoxRows",
     "Causal",
@@ -33,8 +51,10 @@ __all__ = [
     "cdiv",
     "decode_us",
     "keys_of_row",
+    "mask_of",
     "normalise_causal",
     "unsupported_by_cp_async",
+    "unsupported_by_sm",
     "unsupported_by_wgmma",
     "unsupported_unless",
     "wgmma_us",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .kernel import Arch
+from .kernel import SM_SMEM, Arch
 from .normalise import cdiv
 from .problem import Problem
 from .tile import Tile
@@ -48,6 +48,19 @@ def unsupported_by_wgmma(p: Problem, arch: Arch | None) -> str | None:
         tiles = p.batches * p.H * p.query_tiles(64)
         return f"{p} is not supported: it has {tiles} tiles of 64 rows, the limit is 2^31 - 1 (split the batch)"
     return None
+
+
+def mask_of(p: Problem) -> str:
+    """The option that gives a problem its block map, as text."""
+    return f"mask={p.mask}" if p.mask else "a Score with a mask"
+
+
+def unsupported_by_sm(p: Problem, t: Tile, nbytes: int, sm_smem: int = SM_SMEM) -> str | None:
+    """Of kernels for MIN_BLOCKS blocks of `nbytes` shared memory each per SM."""
+    smem = t.MIN_BLOCKS * (nbytes + 1024)  # reserved
+    if smem <= sm_smem:
+        return None
+    return f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at D={p.D}: an SM has {sm_smem}"
 
 
 def unsupported_unless(t: Tile, **only: int) -> str | None:
