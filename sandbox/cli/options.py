@@ -95,8 +95,8 @@ entry_argument = click.argument("kernel", shell_complete=entry_names, callback=_
 
 def tile_option(said: str = "Default: chosen from the kernel's spec.") -> Callable[[_F], _F]:
     """The option --tile, with `said` added to its help."""
-    form = "Tile configuration: all its numbers, such as BLOCK_M=64,BLOCK_N=32 for fwd_minimal (`compile` prints those "
-    return click.option("--tile", help=f"{form}of each kernel). {said}".strip())
+    numbers = "all its numbers, such as BLOCK_M=64,BLOCK_N=32 for fwd_minimal (`compile` prints those of each kernel)"
+    return click.option("--tile", help=f"Tile configuration: {numbers}. {said}")
 
 
 def backend_option(

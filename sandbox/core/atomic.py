@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Replaces a file atomically: readers get the old content or the new one. The permissions stay; a new
-    file gets 0644."""
+    """Replaces a file atomically: readers get the old content or the new one. The permissions stay; a new file
+    gets 0644."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

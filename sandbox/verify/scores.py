@@ -202,9 +202,8 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
     )
     bits = np.zeros((B, H, rows, 2, 32 * words), np.bool_)
     bits[..., 1, :] = True
-    element_bits = np.zeros(
-        (B, H, rows, 64, 512 * words) if block_maps.has_element_bits(p) else (B, H, rows, 0), np.bool_
-    )
+    of_row = (64, 512 * words) if block_maps.has_element_bits(p) else (0,)
+    element_bits = np.zeros((B, H, rows, *of_row), np.bool_)
     first, last = p.bounds
     by_rows = rows > 1 and (hides or not p.key_lengths)
     for b, h, row in np.ndindex(B, H, rows):
@@ -219,9 +218,7 @@ def block_map(p: Problem, inputs: Mapping[str, Array]) -> Array:
                 if element_bits.size:
                     ends = (0, 64 - pairs.shape[0]), (0, 16 - pairs.shape[1])
                     element_bits[b, h, row, :, key : key + 16] = np.pad(pairs, ends, mode="edge")
-    if (
-        element_bits.size
-    ):  # kernels read no element bits of 512 keys that are fully visible, or hidden from a pair of rows
+    if element_bits.size:  # kernels read none of 512 keys that are fully visible, or hidden from a pair of rows
         some, holes = (x.reshape(B, H, rows, words, 32).any(-1) for x in (bits[..., 0, :], ~bits[..., 1, :]))
         either = np.repeat(np.logical_or.reduceat(some, range(0, rows, 2), axis=2), 2, axis=2)[:, :, :rows]
         unwritten = np.repeat(~(holes & either), 512, axis=-1)[..., None, :]
