@@ -819,7 +819,8 @@ from sandbox.verify import check
 from sandbox.watch import session
 def slow(*args, **options):
     print("ready", file=sys.stderr, flush=True)
-    time.sleep(60)
+    for _ in range(600):  # a signal just before a sleep does not interrupt it
+        time.sleep(0.1)
     yield
 check.sweep = session.watch = slow
 cli.main()
@@ -852,7 +853,7 @@ def test_exit_status_of_an_interrupted_watch() -> None:
 
 @pytest.mark.parametrize("library", ["numpy", "click"])  # imported by the package, and by the command line
 def test_control_c_during_an_import(library: str, tmp_path: Path) -> None:
-    slow = 'import sys, time\nprint("ready", file=sys.stderr, flush=True)\ntime.sleep(60)\n'
+    slow = 'import sys, time\nprint("ready", file=sys.stderr, flush=True)\nfor _ in range(600): time.sleep(0.1)\n'
     (tmp_path / f"{library}.py").write_text(slow)
     assert interrupted("-m", "sandbox", "list", PYTHONPATH=str(tmp_path)) == (-signal.SIGINT, "")
 
