@@ -172,6 +172,13 @@ class Slot:
         """
         kernel, tile, invariant = self._backward
         deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():  # as PyTorch's operator
+            deterministic = False
+            warnings.warn(
+                "Flash Attention defaults to a non-deterministic algorithm. A deterministic backward of sandbox is "
+                "selected by torch.use_deterministic_algorithms(True), without warn_only=True",
+                stacklevel=2,
+            )
         backward = replace(options, kernel=kernel, tile=tile, deterministic=deterministic, invariant=invariant)
         if not options.dropout:
             return run_backward(arrays, backward)

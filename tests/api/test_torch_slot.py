@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -442,18 +443,19 @@ def test_the_debug_mask_is_the_dropout_that_was_applied(causal: bool) -> None:
 def test_deterministic_algorithms_select_a_deterministic_backward(
     mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With warn_only=True, too, where the backward of PyTorch's flash attention warns that it is not deterministic."""
+    """With warn_only=True the backward warns that it is not deterministic, as that of PyTorch's flash attention."""
     chosen, theirs = [], torch_slot.run_backward
     monkeypatch.setattr(
         torch_slot, "run_backward", lambda arrays, options: (chosen.append(options), theirs(arrays, options))[1]
     )
     try:
         torch.use_deterministic_algorithms(mode is not None, warn_only=mode == "warn")
-        with sandbox.use_in_torch(**EXACT):
+        warns = pytest.warns(UserWarning, match="defaults to a non-deterministic") if mode == "warn" else nullcontext()
+        with sandbox.use_in_torch(**EXACT), warns:
             both(sdpa, tensors(2, 2, 2))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [options.deterministic for options in chosen] == [mode is not None]
+    assert [options.deterministic for options in chosen] == [mode == "error"]
 
 
 def test_a_debug_mask_of_a_ragged_batch_is_refused() -> None:
