@@ -62,6 +62,7 @@ class Worker:
 
     arguments: tuple[str, dict[str, Any]]
     folder: str
+    gpu: int
     environment: dict[str, str] = field(default_factory=dict)
     process: Any = None
     ready: bool = False
@@ -74,7 +75,7 @@ class Worker:
         self.end()
         self.ready, self.environment, self.log = False, environment, Path(tempfile.mkstemp(dir=self.folder)[1])
         self.connection, theirs = CONTEXT.Pipe()
-        arguments = theirs, *self.arguments, environment, str(self.log)
+        arguments = theirs, *self.arguments, {"CUDA_VISIBLE_DEVICES": str(self.gpu)} | environment, str(self.log)
         self.process = CONTEXT.Process(target=work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -176,7 +177,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     done = {identity(row) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         options = {"path": str(args.tests.resolve()), "device": args.device}
-        workers = [Worker((args.suite, options), folder) for _ in range(args.workers)]
+        workers = [Worker((args.suite, options), folder, i % args.gpus) for i in range(args.workers)]
         queue = chunks_of(args, workers[0], done)
         left = sum(map(len, queue))
         print(f"{left} tests in {len(queue)} chunks, {len(done)} done before", flush=True)
@@ -235,6 +236,7 @@ def main() -> int:
             continue
         command.add_argument("--tests", type=Path, required=True, help="the file of the tests")
         command.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+        command.add_argument("--gpus", type=int, default=1, help="that the workers share")
         command.add_argument("--seconds", type=float, default=570.0, help="of the run")
         command.add_argument("--limit", type=float, default=150.0, help="seconds of one test")
         command.add_argument("--sample", type=int, help="the number of tests, by default all")

@@ -164,6 +164,7 @@ class Torch:
         self.device, self.torch, self.calls = device, torch, 0
         self.refusals: list[str] = []
         torch.use_deterministic_algorithms(False)  # imports much when it is first called
+        torch.set_warn_always(True)  # a test runs twice in a process, and may expect a warning both times
         attend = torch_slot.Slot.attend
 
         def counted(slot: Any, *args: Any) -> Any:
