@@ -8,6 +8,7 @@ from typing import Any
 from sandbox.spec import (
     HOPPER_SMS,
     SAME_FOR_GROUP,
+    SM_SMEM,
     Arch,
     Entry,
     Kernel,
@@ -21,11 +22,22 @@ from sandbox.spec import (
     wgmma_us,
 )
 
-RANGE_KEYS = 2048  # keys of a range (key_splits.cuh), rounded to whole key tiles
-SMEM = 232448  # most shared memory of a block, in bytes
+# The ranges of keys of fwd_wgmma_invariant (KeyRange of n_block_range.cuh), rounded to whole key tiles: the first
+# SHORT_RANGES of a row have RANGE_KEYS, the others 2 * RANGE_KEYS.
+RANGE_KEYS, SHORT_RANGES = 1024, 8
 # By BLOCK_M: the largest Dv for which ptxas can compile P V. At launch a thread has 128 registers with BLOCK_M=192,
 # and 96 with BLOCK_M=256.
 WIDEST_V = {192: 192, 256: 128}
+
+
+def blocks_per_sm(t: Tile) -> int:
+    """Blocks that share an SM: two small ones, if BLOCKS exceeds the number of SMs."""
+    return 2 if t.BLOCK_M == 64 and t.BLOCKS > HOPPER_SMS else 1
+
+
+def max_smem(t: Tile) -> int:
+    """The most shared memory of a block, in bytes."""
+    return SM_SMEM // blocks_per_sm(t) - 1024
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -37,7 +49,7 @@ def with_output(p: Problem, t: Tile, other_bytes: int) -> int:
     """other_bytes, and all or half of O if it fits."""
     slabs = cdiv(p.Dv, 64)
     sizes = (other_bytes + 128 * o_slabs * t.BLOCK_M for o_slabs in (slabs, cdiv(slabs, 2)))
-    return next((size for size in sizes if size <= SMEM), other_bytes)
+    return next((size for size in sizes if size <= max_smem(t)), other_bytes)
 
 
 def input_bytes(p: Problem, t: Tile) -> int:
@@ -102,10 +114,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, D={p.D}: use fewer stages",
         ),
         (
-            smem <= SMEM,
+            smem <= max_smem(t),
             (
-                f"tile {t} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM} (use fewer "
-                "STAGES or a smaller BLOCK_N)"
+                f"tile {t} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {max_smem(t)} (use "
+                "fewer STAGES or a smaller BLOCK_N)"
             ),
         ),
     )
@@ -164,8 +176,13 @@ def best(p: Problem) -> tuple[int, int]:
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """At most BLOCKS persistent blocks, one per SM."""
+    """At most BLOCKS persistent blocks: one per SM, or with small tiles two."""
     return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
+
+
+def sm_macros(p: Problem, t: Tile) -> dict[str, int]:
+    """BLOCKS_PER_SM, on which registers and shared memory of a block depend."""
+    return {"BLOCKS_PER_SM": blocks_per_sm(t)}
 
 
 kernel = Kernel(
@@ -199,6 +216,7 @@ kernel = Kernel(
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
     smem_bytes=smem_bytes,
+    macros_of=sm_macros,
     supports=supports,
     check_tile=check_tile,
     rank=rank,
@@ -230,8 +248,11 @@ def invariant_tile(p: Problem) -> dict[str, int]:
 
 def invariant_rank(p: Problem, t: Tile) -> float:
     """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles, and of equal
-    ones that with most STAGES."""
-    return 8 * work_tiles(p, t) - t.STAGES if was_timed(p, t) else float("inf")
+    ones that with most stages of the blocks that run on an SM."""
+    if not was_timed(p, t):
+        return float("inf")
+    tiles = work_tiles(p, t)
+    return 16 * tiles - t.STAGES * min(blocks_per_sm(t), cdiv(tiles * splits(p, t), HOPPER_SMS))
 
 
 def may_pack(p: Problem) -> bool:
@@ -257,22 +278,25 @@ def packed_tiles(p: Problem, t: Tile) -> int:
     return cdiv(16 * p.group * cdiv(p.Sq, 16), t.BLOCK_M)
 
 
-def range_tiles(t: Tile) -> int:
-    """RANGE_TILES of n_block_range.cuh: key tiles after which the sums of a row begin anew."""
-    return (RANGE_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
-
-
 def ranges(p: Problem, t: Tile) -> int:
     """Ranges of keys of the longest row; of a ragged batch an upper bound. 1 with a left window bound, a block map or
     ALiBi, with which key tile j does not begin at key j * BLOCK_N."""
     one = p.bounds[0] is not None or p.has_block_map or p.alibi
-    return 1 if one else max(1, cdiv(p.rows[1], range_tiles(t) * t.BLOCK_N))
+    if one:
+        return 1
+    short = (RANGE_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
+    count = cdiv(cdiv(p.rows[1], t.BLOCK_N), short)  # if all of them were short
+    return max(1, min(count, SHORT_RANGES) + cdiv(max(count - SHORT_RANGES, 0), 2))
 
 
+@lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
 def splits(p: Problem, t: Tile) -> int:
     """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
-    GPU. 1 in a ragged batch, whose number of work tiles the host does not know."""
-    return ranges(p, t) if work_tiles(p, t) < 2 * HOPPER_SMS and not p.ragged else 1
+    GPU, and merging the ranges takes less time than that saves. 1 in a ragged batch, whose number of work tiles the
+    host does not know."""
+    count = 1 if p.ragged or work_tiles(p, t) >= 2 * HOPPER_SMS else ranges(p, t)
+    one, several = (wgmma_us(p, t, splits, packs(p, t)) for splits in (1, count))
+    return count if several <= 1.1 * one else 1  # 1.1: `one` does not include merging ranges in the block
 
 
 def merges(p: Problem, t: Tile) -> bool:
@@ -283,7 +307,7 @@ def merges(p: Problem, t: Tile) -> bool:
 def earlier_bytes(p: Problem, t: Tile) -> int:
     """Shared memory for the sums of earlier ranges: O in fp32, m and l, if they fit. O must then fit in Q's buffer."""
     size = cdiv(t.BLOCK_M * (cdiv(p.Dv, 16) * 64 + 8), 1024) * 1024
-    fits = input_bytes(p, t) + size <= SMEM and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
+    fits = input_bytes(p, t) + size <= max_smem(t) and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
     return size if merges(p, t) and fits else 0
 
 
@@ -309,7 +333,11 @@ def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[s
     )
     return {
         "grid": lambda p, t: (split_blocks(p, t, count(p, t)), 1, 1),
-        "macros_of": lambda p, t: {"SPLIT_KEYS": int(count(p, t) > 1), "PACK_GQA": int(packs(p, t))},
+        "macros_of": lambda p, t: {
+            "SPLIT_KEYS": int(count(p, t) > 1),
+            "PACK_GQA": int(packs(p, t)),
+            **sm_macros(p, t),
+        },
         "scratch": {"partials": lambda p, t: (split_floats(p, count(p, t)), 0)},
         "numbers": {"splits": count},
         "then": (combine,),
@@ -345,6 +373,8 @@ invariant_kernel = replace(
     invariant_tile=invariant_tile,
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=80, STAGES=2, BLOCKS=264),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=4, BLOCKS=264),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=3, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=4, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),

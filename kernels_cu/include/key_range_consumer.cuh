@@ -46,11 +46,11 @@ struct KeyRangeConsumer : WorkTileConsumer {
 
     // Whether key tile j is the first of a range of keys, other than the first range.
     __device__ __forceinline__ bool begins_key_range(int j) const {
-        return MERGE_RANGES && j > first_own && j % RANGE_TILES == 0;
+        return MERGE_RANGES && j > first_own && KeyRange::begins(j);
     }
     // The last key tile of the range that begins with tile `begin`.
     __device__ __forceinline__ int last_of_range(int begin) const {
-        return MERGE_RANGES ? min(last, begin + RANGE_TILES - 1) : last;
+        return MERGE_RANGES ? min(last, begin + KeyRange::tiles(begin) - 1) : last;
     }
 
     // Stores LSE, and returns in O_scale the factors that normalise O.
@@ -99,7 +99,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
         return {EARLIER_IN_SMEM ? in_smem : in_global, threadIdx.x - 128};
     }
     // Whether the rows have keys before the range of the last tile.
-    __device__ __forceinline__ bool has_earlier_keys() const { return last >= RANGE_TILES; }
+    __device__ __forceinline__ bool has_earlier_keys() const { return last >= KeyRange::tiles(0); }
 
     // MERGE_RANGES: m and l become those of all keys; l becomes that of the row in lane q = 0 and 0 in the other lanes,
     // since finalize_rows adds up the four. Returns the factors for merge_O.
@@ -117,7 +117,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
     // Moves the sums of the keys before tile j to memory: tile j is the first of a range.
     __device__ __forceinline__ void store_earlier_keys(SoftmaxState& softmax, int j) const {
         sum_l(softmax);
-        earlier_keys().add(softmax, state.scale_log2, j > RANGE_TILES);
+        earlier_keys().add(softmax, state.scale_log2, j > KeyRange::tiles(0));
         softmax.m[0] = softmax.m[1] = -INF, softmax.l[0] = softmax.l[1] = 0.0f;
     }
     static __device__ __forceinline__ void sum_l(SoftmaxState& softmax) {

@@ -1,8 +1,8 @@
 // O, m and l of a row are computed per range of keys and merged.
 //
 // fwd_wgmma_split: split-KV. Blocks share the key tiles that a work tile sees, in equal parts, as many as fill the GPU.
-// fwd_wgmma_invariant: fixed ranges. Every RANGE_TILES key tiles O, m and l begin anew, and are merged with those of
-// the earlier keys; if the ranges of a row are computed by different blocks and merged afterwards, the bits are equal.
+// fwd_wgmma_invariant: fixed ranges (KeyRange). With each range O, m and l begin anew, and are merged with those of the
+// earlier keys; if the ranges of a row are computed by different blocks and merged afterwards, the bits are equal.
 // Merging with the sums of no keys changes no bit except the sign of a zero, which `normalized` (epilogue.cuh) removes,
 // so a row of one range is not merged.
 //
@@ -125,7 +125,7 @@ __device__ __forceinline__ void merge_splits(const View<const dtype>& Q, const V
     const long long number = head.lse_offset(H, h) + row;
     const bool own = quad < HEAD_DIM_V / 4;
     const float scale_log2 = head.softmax_scale * Head::LOG2E;
-    constexpr int LOADS = 8;  // splits in flight
+    constexpr int LOADS = 16;  // splits in flight
     float m = -INF, l = 0.0f, o[4] = {};
 #pragma unroll 1
     for (int first = 0; first < results.splits; first += LOADS) {

@@ -35,10 +35,26 @@ constexpr bool STAGGERED =
 // tile: otherwise both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !STAGGERED;
 
-// Key tiles of a range of keys (key_splits.cuh). fwd_wgmma.py has the same RANGE_KEYS.
-constexpr int RANGE_KEYS = 2048, RANGE_TILES = (RANGE_KEYS + BLOCK_N / 2) / BLOCK_N;
+// The fixed ranges of keys of fwd_wgmma_invariant (key_splits.cuh), in key tiles; fwd_wgmma.py has the same numbers. The
+// first SHORT_RANGES of a row are short, so that several blocks share the keys of a short row.
+struct KeyRange {
+    static constexpr int KEYS = 1024, SHORT_RANGES = 8;
+    static constexpr int SHORT = (KEYS + BLOCK_N / 2) / BLOCK_N, LONG = 2 * SHORT;
+    static constexpr int FIRST_LONG = SHORT_RANGES * SHORT;  // the first key tile of a long range
+    static_assert(FIRST_LONG % LONG == 0, "long ranges begin at multiples of their length");
+    // The first key tile of a range.
+    static __device__ __forceinline__ int begin(int range) {
+        return SHORT * min(range, SHORT_RANGES) + LONG * max(range - SHORT_RANGES, 0);
+    }
+    // Whether a range begins with key tile j.
+    static __device__ __forceinline__ bool begins(int j) {
+        return j % SHORT == 0 && (j < FIRST_LONG || j / SHORT % 2 == 0);
+    }
+    // Key tiles of the range that begins with tile j.
+    static __device__ __forceinline__ int tiles(int j) { return j < FIRST_LONG ? SHORT : LONG; }
+};
 static_assert(!(MERGE_RANGES || SPLIT_KEYS) || !(Head::HAS_LEFT_BOUND || WALK_BACKWARDS || Head::HAS_BLOCK_MAP),
-              "a range begins where j % RANGE_TILES == 0, so key tile j must begin at key j * BLOCK_N");
+              "ranges begin at fixed j, so key tile j must begin at key j * BLOCK_N");
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
@@ -61,7 +77,7 @@ struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1
     // SPLIT_KEYS: of all key tiles that the rows see, those of the work tile. INVARIANT: of a fixed range of keys.
     __device__ __forceinline__ Range of_split(Range all) const {
         if (!SPLIT_KEYS) return all;
-        if (INVARIANT) return intersection({split * RANGE_TILES, (split + 1) * RANGE_TILES}, all);
+        if (INVARIANT) return intersection({KeyRange::begin(split), KeyRange::begin(split + 1)}, all);
         const int count = (all.end - all.begin) / splits, more = (all.end - all.begin) % splits;  // the first `more`
         const int begin = all.begin + split * count + min(split, more);                           // have one more
         return {begin, begin + count + (split < more)};

@@ -84,7 +84,8 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 
 #if !RAGGED
 // The work tiles of a static order: m_block < m_blocks() of each head < heads(). With PACK_GQA a group of heads counts
-// as one head; with SPLIT_KEYS each of the `splits` ranges of a head's keys counts as a head.
+// as one head; with SPLIT_KEYS each of the `splits` ranges of a head's keys counts as a head. INVARIANT: the last ranges,
+// which are the longest ones, first.
 struct StaticWorkTiles {
     const unsigned H, group, splits;
     __device__ __forceinline__ unsigned m_blocks(const Score& score) const {
@@ -95,11 +96,14 @@ struct StaticWorkTiles {
     __device__ __forceinline__ unsigned heads(unsigned batch_heads) const {
         return PACK_GQA ? batch_heads / group : batch_heads;
     }
-    __device__ __forceinline__ WorkTile tile(unsigned m_block, unsigned head) const {
-        const unsigned whole = SPLIT_KEYS ? head / splits : head;
+    // head < heads
+    __device__ __forceinline__ WorkTile tile(unsigned m_block, unsigned head, unsigned heads) const {
+        const unsigned whole_heads = heads / splits;
+        const unsigned whole = !SPLIT_KEYS ? head : INVARIANT ? head % whole_heads : head / splits;
         WorkTile work_tile(m_block * BLOCK_M, PACK_GQA ? whole * group : whole, H);
 #if KEY_SPLITS
-        work_tile.split = SPLIT_KEYS ? head % splits : 0, work_tile.group = group;
+        work_tile.split = !SPLIT_KEYS ? 0 : INVARIANT ? splits - 1 - head / whole_heads : head % splits;
+        work_tile.group = group;
 #endif
 #if KEY_SPLITS && !INVARIANT
         work_tile.splits = splits;
@@ -179,8 +183,10 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
 #else
             if (!elect()) return;
             const StaticWorkTiles tiles{H, group, splits};
-            const auto publish_tile = [&](unsigned m_block, unsigned head) { publish(tiles.tile(m_block, head)); };
             const unsigned m_blocks = tiles.m_blocks(score), heads = tiles.heads(batch_heads);
+            const auto publish_tile = [&](unsigned m_block, unsigned head) {
+                publish(tiles.tile(m_block, head, heads));
+            };
             if constexpr (CAUSAL_WINDOW) for_each_window_work_tile(score, m_blocks, heads, publish_tile);
             else for_each_work_tile</*WAVES_BY_HEAD=*/true>(m_blocks, heads, publish_tile);
             publish(WorkTile());

@@ -28,7 +28,7 @@ struct WorkTile {  // batch_head: b * H + head_in_batch
     int b = -1, row0 = 0, batch_head = 0, head_in_batch = 0;
 #if KEY_SPLITS && INVARIANT
     int split = 0, group = 1;
-    static constexpr int splits = 1;  // not used: range `split` is RANGE_TILES key tiles, whatever the number of ranges
+    static constexpr int splits = 1;  // not used: ranges are fixed (KeyRange), whatever their number
 #elif KEY_SPLITS
     int split = 0, splits = 1, group = 1;
 #else

@@ -144,8 +144,11 @@ def test_a_row_has_the_same_bits_in_eight_settings_on_a_gpu(
     assert not any(found.values()), found
 
 
-@pytest.mark.parametrize(("D", "Sk", "Hk"), [(64, 2300, 1), pytest.param(128, 4300, 2, marks=pytest.mark.sampled(4))])
-def test_decoding_with_split_keys(D: int, Sk: int, Hk: int) -> None:
+LONG = [pytest.param(*x, marks=pytest.mark.sampled(4)) for x in ((128, 4300, 2, 5), (64, 11000, 1, 10))]
+
+
+@pytest.mark.parametrize(("D", "Sk", "Hk", "ranges"), [(64, 2300, 1, 3), *LONG])
+def test_decoding_with_split_keys(D: int, Sk: int, Hk: int, ranges: int) -> None:
     """The last queries of a sequence: of a ragged batch, which merges ranges of keys in one block, and one by one, with
     the heads of a group as queries, which blocks merge."""
     s = Sequences((Sk,), 4, Hk, D, "cpu", torch.bfloat16)
@@ -160,7 +163,7 @@ def test_decoding_with_split_keys(D: int, Sk: int, Hk: int) -> None:
     splits = registry.get("fwd_wgmma_invariant").numbers["splits"]
     one_query = Problem(1, 4, 1, Sk, D, Hk=Hk, dtype="bfloat16", invariant=True)
     tile = choose.choose_tile(registry.get("fwd_wgmma_invariant"), one_query, None)
-    assert splits(one_query, tile) == -(-Sk // 2080)
+    assert splits(one_query, tile) == ranges
     expected, expected_lse = sandbox.reference.attention(*(x.float().numpy() for x in s.of(0, Sk - 1, Sk)), causal=True)
     assert abs(one.float().numpy() - expected).max() < 0.02
     assert abs(one_lse.numpy() - expected_lse).max() < 1e-3
@@ -171,9 +174,11 @@ SHAPES = {  # (B, H, Hk, Sq, Sk, D): (BLOCK_M, ranges merged by a block, splits,
     (16, 16, 16, 4096, 4096, 128): (192, True, 1, False),
     (2, 21, 3, 68, 68, 128): (192, False, 1, True),  # five slots for each of seven heads: 560 rows
     (1, 16, 16, 100, 100, 128): (128, False, 1, False),
-    (1, 32, 8, 1, 9000, 128): (128, False, 5, True),
-    (1, 35, 7, 10, 9000, 96): (128, False, 5, True),
-    (128, 32, 8, 1, 9000, 64): (128, True, 1, True),
+    (1, 32, 8, 1, 9000, 128): (128, False, 9, True),
+    (16, 32, 8, 1, 9000, 128): (64, False, 9, True),  # two blocks per SM
+    (1, 35, 7, 10, 9000, 96): (128, False, 9, True),
+    (128, 32, 8, 1, 9000, 64): (64, True, 1, True),
+    (4, 27, 9, 326, 1096, 96): (192, True, 1, False),  # merging splits would take longer
     (4, 8, 8, 4096, 4096, 256): (128, True, 1, False),
 }
 
