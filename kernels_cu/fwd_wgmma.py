@@ -7,7 +7,6 @@ from typing import Any
 
 from sandbox.spec import (
     HOPPER_SMS,
-    SAME_FOR_GROUP,
     SM_SMEM,
     Arch,
     Entry,
@@ -18,8 +17,10 @@ from sandbox.spec import (
     decode_us,
     keys_of_row,
     mask_of,
+    packs,
     unsupported_by_wgmma,
     wgmma_us,
+    work_tiles,
 )
 
 # The ranges of keys of fwd_wgmma_invariant (KeyRange of n_block_range.cuh), rounded to whole key tiles: the first
@@ -253,29 +254,6 @@ def invariant_rank(p: Problem, t: Tile) -> float:
         return float("inf")
     tiles = work_tiles(p, t)
     return 16 * tiles - t.STAGES * min(blocks_per_sm(t), cdiv(tiles * splits(p, t), HOPPER_SMS))
-
-
-def may_pack(p: Problem) -> bool:
-    """Whether the rows of a work tile may belong to several heads (work_tile.cuh): few queries, no option that depends
-    on the head, and Dv = D (others were not timed)."""
-    return p.group > 1 and 0 < p.Sq <= 128 and p.options <= SAME_FOR_GROUP and p.Dv == p.D
-
-
-def work_tiles(p: Problem, t: Tile) -> int:
-    """Number of work tiles, not multiplied by the splits. With PACK_GQA a group of heads shares its work tiles,
-    otherwise each head has its own."""
-    tiles = packed_tiles(p, t) if packs(p, t) else p.group * p.query_tiles(t.BLOCK_M)
-    return tiles * p.batches * p.Hk
-
-
-def packs(p: Problem, t: Tile) -> bool:
-    """PACK_GQA: whether the rows of a work tile belong to all heads of a group, if this makes fewer work tiles."""
-    return may_pack(p) and packed_tiles(p, t) < p.group * p.query_tiles(t.BLOCK_M)
-
-
-def packed_tiles(p: Problem, t: Tile) -> int:
-    """Work tiles of a group of heads, each of which has slots of 16 rows."""
-    return cdiv(16 * p.group * cdiv(p.Sq, 16), t.BLOCK_M)
 
 
 def ranges(p: Problem, t: Tile) -> int:

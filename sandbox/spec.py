@@ -16,7 +16,7 @@ from .core.kernel import (
 )
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
-from .core.options import SAME_FOR_GROUP
+from .core.packed_gqa import packs, work_tiles
 from .core.problem import Problem
 from .core.score import Score
 from .core.tile import Tile
@@ -33,7 +33,6 @@ __all__ = [
     "HOPPER_SMS",
     "ITEMSIZE",
     "ROW_INDEPENDENT",
-    "SAME_FOR_GROUP",
     "SM_SMEM",
     "Arch",
     "BoxRows",
@@ -53,9 +52,11 @@ __all__ = [
     "keys_of_row",
     "mask_of",
     "normalise_causal",
+    "packs",
     "unsupported_by_cp_async",
     "unsupported_by_sm",
     "unsupported_by_wgmma",
     "unsupported_unless",
     "wgmma_us",
+    "work_tiles",
 ]

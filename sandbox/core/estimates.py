@@ -5,6 +5,7 @@ to times on an H200 (experiments/031_few_tiles; on other problems the mean error
 from __future__ import annotations
 
 from .normalise import cdiv
+from .packed_gqa import packed_rows
 from .problem import Problem
 from .tile import Tile
 
@@ -34,7 +35,7 @@ def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> floa
     """Estimated time of fwd_wgmma_split in µs; with one split and not packed, also of fwd_wgmma: the launch, plus the
     waves of work tiles or reading the keys, whichever takes longer, plus merging the splits. A row that a work tile
     lacks costs half as much as one that it has."""
-    heads, rows = (p.Hk, 16 * p.group * cdiv(p.Sq, 16)) if packed else (p.H, p.Sq)
+    heads, rows = (p.Hk, packed_rows(p)) if packed else (p.H, p.Sq)
     of_head, width = cdiv(rows, t.BLOCK_M), p.D + p.Dv
     keys = t.BLOCK_N * cdiv(cdiv(keys_of_row(p), splits), t.BLOCK_N)
     filled = 64 * cdiv(cdiv(rows, 64), max(of_head, 1))

@@ -408,7 +408,7 @@ ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 # Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
 # Options that depend neither on the query head nor on the query row: with no others, the query heads of a group can
-# share a tile (packed GQA: `with_packed_heads` in api/plan.py for one query, `may_pack` in fwd_wgmma.py for up to 128).
+# share a tile (packed GQA: `with_packed_heads` in api/plan.py for one query, packed_gqa.py for up to 128).
 SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 _FIRST = (  # stored results have texts in this order
