@@ -79,7 +79,9 @@ def supports(p: Any, arch: Arch | None) -> str | None:
         ),
         (
             p.N == 1 if p.offsets else p.N == p.B,
-            f"k_new and key_lengths have B={p.N} and B={p.B}: they must be the same",
+            f"k_new has {p.N} batch entries: with cu_seqlens it must have 1"
+            if p.offsets
+            else f"k_new and key_lengths have B={p.N} and B={p.B}: they must be the same",
         ),
         (p.table_rows in (0, p.B), f"block_table has {p.table_rows} rows: it must have B={p.B}, as key_lengths"),
         (

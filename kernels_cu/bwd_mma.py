@@ -46,7 +46,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
                 "(use a smaller BLOCK_N or more WARPS)"
             ),
         ),
-        (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at D={widest}: use WARPS=4"),
+        (widest > 64 or t.WARPS == 4, f"WARPS={t.WARPS} is not supported at {p.widths}: use WARPS=4"),
     )
     return next((reason for holds, reason in rules if not holds), None) or unsupported_by_sm(p, t, smem_bytes(p, t))
 

@@ -27,7 +27,7 @@ def dv_pad(p: Problem, t: Tile) -> int:
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; P if BLOCK_N = 64 (the consumers split the head
     dimension), otherwise dQ; mbarriers; a column of the block map."""
-    row_bytes = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # of Q and of dO, or of K and of V
+    row_bytes = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # a row of Q and one of dO, or of K and V
     dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     if narrow_v(p, t):
         dQ = 4 * 64 * 96  # of one consumer: they stage dQ in turn
@@ -42,8 +42,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
         return reason
     if p.bias and not p.bias_tiles:
         return (
-            f"bias={p.bias} is not supported: TMA cannot copy one that is broadcast along queries or keys, unaligned, "
-            "float32 or ragged"
+            f"bias={p.bias} is not supported: TMA copies tiles of it, so it must have q's dtype, Sq > 1 rows, Sk "
+            "columns (a multiple of 8), 16-byte alignment and no broadcast queries or keys, in a dense batch"
         )
     if p.bias and p.D > 128:
         return f"a bias with D={p.D} is not supported: it exceeds shared memory beyond D=128"
@@ -77,7 +77,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: Q is released after Q of the next m_block is loaded"),
         (
             smem <= SMEM,
-            f"STAGES={t.STAGES} needs {smem} bytes of shared memory at D={p.D}: the limit is {SMEM} (use fewer STAGES)",
+            f"STAGES={t.STAGES} needs {smem} bytes of shared memory at {p.widths}: the limit is {SMEM} (use fewer)",
         ),
     )
     return next((reason for passed, reason in rules if not passed), None)

@@ -15,7 +15,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     """Plain problems with narrow heads: `bwd_wgmma` is as fast or faster for all others."""
     if not p.plain or p.ragged:
         given = ", ".join(sorted(p.options)) or f"Dv={p.Dv} with D={p.D}"
-        return f"{given} is not supported: the only options are causal and scale, and Dv must be D"
+        return f"{given} is not supported: only causal and scale are, and Dv must be D"
     if p.group * cdiv(p.Sq, 128) >= 2**16 or p.Sk > 128 * (2**14 - 1):
         return f"{p} is not supported: the loop counters overflow with so many query or key tiles"
     return unsupported_by_wgmma(p, arch)

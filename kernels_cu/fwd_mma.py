@@ -30,7 +30,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             accumulators <= 176,
             (
                 f"BLOCK_M={t.BLOCK_M} with WARPS={t.WARPS} needs {accumulators} registers per thread for S and O at "
-                f"D={max(p.D, p.Dv)}: the limit is 176 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
+                f"{p.widths}: the limit is 176 (use more WARPS, or a smaller BLOCK_M or SUB_N)"
             ),
         ),
     )

@@ -42,7 +42,7 @@ def max_smem(t: Tile) -> int:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, stages of K and V, mbarriers, and all or half of O if it fits; rows padded to multiples of 128 bytes."""
+    """`input_bytes`, and all or half of O if it fits; rows padded to multiples of 128 bytes."""
     return with_output(p, t, input_bytes(p, t))
 
 
@@ -54,7 +54,7 @@ def with_output(p: Problem, t: Tile, other_bytes: int) -> int:
 
 
 def input_bytes(p: Problem, t: Tile) -> int:
-    """All shared memory except for O: includes bias tiles, if TMA can load them."""
+    """Q, stages of K, V and, if TMA can load them, bias tiles; mbarriers."""
     row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
     bias = 128 * cdiv(t.BLOCK_N, 64) * t.BLOCK_M if p.bias_tiles else 0
     return row * t.BLOCK_M + t.STAGES * ((row + row_v) * t.BLOCK_N + bias) + 1024
@@ -100,7 +100,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             t.BLOCK_N <= 128 or not ("mask" in p.options or (p.score and p.score.hides)),
-            f"BLOCK_N={t.BLOCK_N} is not supported with mask= or a score that hides keys: a lane has 32 bits, use 128",
+            (
+                f"BLOCK_N={t.BLOCK_N} is not supported with mask= or a score that hides keys: a thread has 32 mask "
+                "bits for its BLOCK_N / 4 scores of a row: use 128"
+            ),
         ),
         (
             not p.has_block_map or 512 % t.BLOCK_N == 0,
@@ -117,8 +120,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             smem <= max_smem(t),
             (
-                f"tile {t} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {max_smem(t)} (use "
-                "fewer STAGES or a smaller BLOCK_N)"
+                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {max_smem(t)} "
+                "(use fewer STAGES or a smaller BLOCK_N)"
             ),
         ),
     )
@@ -160,7 +163,7 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 64 if short or p.bias_tiles else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
-    if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about as many keys: fill the waves
+    if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about the same number of keys: fill the waves
         tiles = (128, 128), (192, 128 if width <= 64 else 80)
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
     if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
@@ -249,7 +252,7 @@ def invariant_tile(p: Problem) -> dict[str, int]:
 
 def invariant_rank(p: Problem, t: Tile) -> float:
     """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles, and of equal
-    ones that with most stages of the blocks that run on an SM."""
+    ones the one whose blocks on an SM have the most stages together."""
     if not was_timed(p, t):
         return float("inf")
     tiles = work_tiles(p, t)

@@ -83,8 +83,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (
             smem <= SMEM,
             (
-                f"tile {t} needs {smem} bytes of shared memory at D={p.D}: the limit of a block is {SMEM} (use fewer "
-                "STAGES or a smaller BLOCK_N)"
+                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {SMEM} (use "
+                "fewer STAGES or a smaller BLOCK_N)"
             ),
         ),
     )

@@ -7,12 +7,12 @@
 //                                                     words = 4 * ceil(Sk / (4 * 32 * MAP_N))
 // clang-format on
 //
-// One bit of each kind per block, 32 per word; the tiles of all kernels consist of whole blocks. A row of the map has
+// One bit of each kind per block, 32 per word. A row of the map has
 // `words` words of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With HAS_ELEMENT_BITS (a mask tensor without
 // mask_mod) one bit per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key.
 // Rows 2k and 2k + 1 of the map are a pair. Element bits of 64 queries x 512 keys are written only if the mask hides
-// some of these elements, and leaves some of the pair (128 queries) visible. A work tile also reads the bits of 64
-// hidden rows if others of its rows see a key: its rows must be in one pair.
+// some of these elements, and leaves some of the pair's (128 queries x the same keys) visible. A work tile also reads
+// the bits of 64 hidden rows if others of its rows see a key: its rows must be in one pair.
 //
 // A kernel with HAS_BLOCK_MAP skips tiles without a visible score, and does not mask fully visible tiles. Tiles are
 // multiples of MAP_N keys.

@@ -79,13 +79,13 @@ __device__ __forceinline__ void hide(unsigned (&P)[STEPS][4], int k) {
     P[k / 8][k / 2 % 4] &= k % 2 ? 0xffffu : 0xffff0000u;
 }
 
-// The mask of a fragment: the mask's ranges, and one bit per element for the elementwise mask (Head::ELEMENT_MASK).
+// The mask of a fragment: the mask's ranges, and one bit per element for the element mask (Head::ELEMENT_MASK).
 template <int M>
 struct FragmentMask {
     static_assert(M <= 64 || !Head::ELEMENT_MASK, "the mask has 32 bits per lane, one per element");
     const Head &head, &head0;  // of this query head; of the work tile's first one, whose lengths are in registers
     const int first_query, first_key, warp_key;  // warp_key: first key of the warp's 16
-    const bool elementwise;                      // whether the elementwise mask may hide an element
+    const bool elementwise;                      // whether the element mask may hide an element
     unsigned visible_bits = 0;
 
     __device__ __forceinline__ void load() {
@@ -127,7 +127,7 @@ struct FragmentMask {
             for (int k = 0; k < M / 2; ++k)
                 if (!(visible_bits >> k & 1)) mask_element(k);
         }
-        const Range fully_visible =  // <true>: by ranges only, without an elementwise mask
+        const Range fully_visible =  // <true>: by ranges only, without the element mask
             head0.template fully_visible_queries<true>(m_blocks.n0() + key_offset, m_blocks.n0() + key_offset + 64);
         // Query rows from Sq on are masked, too: their q is 0, and 0 * inf is NaN.
         if ((first_query < fully_visible.begin) | (first_query + M > fully_visible.end))

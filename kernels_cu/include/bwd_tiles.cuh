@@ -40,7 +40,7 @@ struct BwdParams {
         &dO;                    // (B, H, Sq, HEAD_DIM_V)
     const float *LSE, *delta;   // (B, H, Sq), contiguous
     // The accumulators of dQ, after a tile counter and semaphores (dq_semaphore.cuh), a tile counter alone
-    // (bwd_wgmma_persistent) or nothing (bwd_wgmma_head).
+    // (bwd_wgmma_persistent) or nothing (bwd_wgmma_head, and without HAS_SEMAPHORES).
     float* dQ_accum;
     const View<dtype>&dK,                       // (B, Hk, Sk, HEAD_DIM)
         &dV;                                    // (B, Hk, Sk, HEAD_DIM_V)

@@ -97,6 +97,6 @@ __device__ __forceinline__ void stage_dQ(SmemAddr part, const float (&dQ)[R]) {
 // hazards; the race detector of the CPU backend models __syncwarp (tests/verify/test_sanitize.py).
 template <class StagePipeline>
 __device__ __forceinline__ void release_stage(SmemAddr base, unsigned i, bool arrives) {
-    __syncwarp();  // all lanes have read LSE, delta and the bias
+    __syncwarp();  // all lanes have read the stage (of Q: with LSE, delta and the bias)
     if (arrives) StagePipeline::release(base, i);
 }

@@ -8,8 +8,8 @@ __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? grea
 constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
 static_assert(PAGE_BOX % 8 == 0, "a box begins at a multiple of 8 rows, the period of the swizzle");
 
-// What a thread loads of each key tile. Keys in pages need a TMA instruction for each box, which take one thread longer
-// than the consumers need for the tile: another thread loads V.
+// What a thread loads of each key tile. Keys in pages need a TMA instruction for each box. One thread that issues
+// those of K and V takes longer than the consumers need for the tile: another thread loads V.
 enum class Load { K, V, K_AND_V };
 
 // Loads the key tiles of one work tile; used by one thread. WorkTileRange::load_key_tiles calls load_K and load_V.

@@ -4,7 +4,8 @@
 // - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and blocks share its keys
 //   (key_splits.cuh).
 // - fwd_wgmma_invariant: as fwd_wgmma_split, but the sums of a row begin anew with each of some fixed ranges of keys,
-//   the rows of V behind the last key are cleared, and only rows that are not finite are recomputed.
+//   the rows of V behind the last key are cleared, and only rows that are not finite are recomputed. Elsewhere: m is
+//   raised by row (softmax.cuh), O and LSE are rounded in one order (epilogue.cuh, score_mod.cuh).
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"

@@ -1,7 +1,8 @@
 // Dynamic orders of work tiles: longest first (LPT) for ragged batches, and the order of a causal mask with a block
 // map. Persistent blocks draw tile indices from a counter in global memory (FlashAttention-3: tile_count_semaphore):
-// sequence lengths, and the number of visible key tiles, are not known when the kernel is launched. bwd_wgmma has no
-// such counter: bwd_wgmma_scheduler writes all work tiles to a list in this order, and each block reads one entry.
+// sequence lengths, and the number of visible key tiles, are not known when the kernel is launched. In a ragged
+// batch bwd_wgmma has no counter: bwd_wgmma_scheduler writes all work tiles to a list in this order, and each block
+// reads one entry.
 //
 // Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
 // batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by

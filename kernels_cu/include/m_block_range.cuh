@@ -3,8 +3,8 @@
 #pragma once
 #include "score_mod.cuh"
 
-// The column of the block map for one n_block, in shared memory: one bit per m_block of each head of the
-// work tile.
+// The column of the block map for one n_block, in shared memory: one bit of each kind (block_map.cuh) per m_block of
+// each head of the work tile.
 struct GroupBlockMap {
     static constexpr unsigned MAP_WORDS = 128;
 
@@ -125,8 +125,8 @@ struct MBlockRange {
         m0 = first(), head = (MAY_DESCEND ? begin() : m0) < end() ? 0 : heads;
         if (Head::HAS_BLOCK_MAP) seek(head, m0);
     }
-    // Whether the elementwise mask hides no element of the tile, as far as the block map shows; without a map: whether
-    // there is no elementwise mask. Ranges are not considered.
+    // Whether the element mask hides no element of the tile, as far as the block map shows; without a map: whether
+    // there is no element mask. Ranges are not considered.
     __device__ __forceinline__ bool fully_visible(int head, int m0) const {
         if (!Head::HAS_BLOCK_MAP) return !Head::ELEMENT_MASK;
         const unsigned m_block = m0 / BLOCK_M;

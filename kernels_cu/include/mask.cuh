@@ -120,8 +120,8 @@ struct Mask : SeqlenInfo {
 
     // ---- ranges of keys for a tile of query rows, and of query rows for a tile of keys. Outside of `keys` and
     // `queries` no score of the tile is visible; in `fully_visible_…` every score is. A range is begin .. end - 1, and
-    // empty if end <= begin. BY_MAP: the caller also tests the block map; otherwise an element mask makes the fully
-    // visible range empty.
+    // empty if end <= begin. BY_MAP: the caller handles the element mask, by the block map or by element; otherwise an
+    // element mask makes the fully visible range empty.
 
     // Keys for query rows m0 .. m1 - 1; m1 may exceed Sq.
     __device__ __forceinline__ Range keys(int m0, int m1) const {

@@ -1,8 +1,8 @@
 // The non-finite fallback: attention with one warp per row, which visits only visible keys, one at a time. Slow, but
 // correct for any input. Tensor-core kernels multiply P = 0 of a masked key by its V, and 0 * NaN = NaN would affect
 // rows that must not depend on that key. Rows whose result is not finite are therefore computed again by these
-// functions. In the backward, kernels also set P to NaN for rows with a large LSE (Head::is_large), so that their
-// gradients are computed here.
+// functions. In the backward, kernels also replace a large LSE (Head::is_large) by NaN, so that the gradients that
+// depend on its row are computed here.
 #pragma once
 #include "tensor.cuh"
 #include "score_mod.cuh"

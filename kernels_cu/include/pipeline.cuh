@@ -7,7 +7,8 @@
 //   KPipeline::wait(base, i), ..., KPipeline::release(base, i)    consumer
 //
 // i counts the tiles that have passed through the pipeline. It is the only state: stage and phase are computed from it.
-// There is no function to commit: TMA completes the phase of the full barrier.
+// There is no function to commit: TMA completes the phase of the full barrier. A warp that also writes to a stage (LSE
+// and delta, bwd_load.cuh) arrives on it.
 #pragma once
 #include <hopper.cuh>
 

@@ -14,7 +14,7 @@
 //             of a row (key_splits.cuh)
 // MERGE_RANGES  1: a block merges the ranges of keys of its rows; SPLIT_KEYS 1: a work tile has one of them; both 0:
 //               there is one range
-// PACK_GQA  1: the rows of a work tile belong to all query heads of a group (work_tile.cuh)
+// PACK_GQA  1: the rows of a work tile may belong to several query heads of a group (work_tile.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
 // BLOCK_MAP  1: two bits per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)
 // SCORE_SNIPPET  a hash of the user's expressions (score_mod and mask_mod of FlexAttention) as CUDA code

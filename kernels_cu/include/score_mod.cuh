@@ -1,5 +1,5 @@
-// Score options: scale, softcap, ALiBi, bias, score_mod, sinks, dropout; with mask.cuh also masks and lengths.
-// A kernel constructs one object per query head and calls its functions:
+// The scale, and the score options softcap, ALiBi, bias, score_mod, sink, dropout; with mask.cuh also masks and
+// lengths. A kernel constructs one object per query head and calls its functions:
 //
 //   const Head head(score, b, h);
 //
@@ -9,8 +9,8 @@
 //
 // An option that a problem does not use is not compiled in.
 //
-// Scores have two representations. fwd_minimal, fwd_block2d and their backwards use x itself (`masked_score`,
-// `recompute_P`). Tensor-core kernels use raw scores, with raw * softmax_scale = x, as FlashAttention does:
+// Scores have two representations. fwd_minimal, fwd_block2d and their backwards use x itself (`Head::masked_score`,
+// `Head::recompute_P`). Tensor-core kernels use raw scores, with raw * softmax_scale = x, as FlashAttention does:
 //
 //   without softcap    raw = q . k                              softmax_scale = scale
 //   with softcap       raw = tanh(scale * (q . k) / softcap)    softmax_scale = softcap
@@ -167,7 +167,7 @@ struct Head : Mask {
     template <class T, ScoreUnits UNITS, bool OF_BIAS = false>
     __device__ __forceinline__ T apply_score_mod(float dot, ScoreIndex at, float bias_value) const {
         constexpr bool SCALED =
-            UNITS == ScoreUnits::SCALED || Snippet::HAS_SCORE_MOD;  // with a snippet, softmax_scale is 1
+            UNITS == ScoreUnits::SCALED || Snippet::HAS_SCORE_MOD;  // with a score_mod, softmax_scale is 1
         T x = with_derivative<T>(SCALED ? dot * head_scale() : dot, 1.0f);
 #if SOFTCAP
         const float y = expression::tanh(dot * (head_scale() * (1.0f / score.softcap)));
@@ -228,8 +228,9 @@ struct Head : Mask {
         return apply_score_mod<Dual, ScoreUnits::RAW>(dot, at, bias_value);
     }
 
-    // LSE and the normalization factor of a row, from its maximum m (in UNITS) and its sum l of exp(x - max). The
-    // factor is 0 for l = 0, a row without a visible key. APPROXIMATE requires l = 0 or l >= about 1.
+    // LSE and the normalization factor of a row, from m (in UNITS; its maximum, or with deferred rescaling an earlier
+    // one) and its sum l of exp(x - m). The factor is 0 for l = 0, a row without a visible key. APPROXIMATE requires l
+    // = 0 or l >= about 1.
     template <ScoreUnits UNITS = ScoreUnits::RAW, Precision PRECISION = Precision::EXACT>
     __device__ __forceinline__ FinalizedRow finalize(float m, float l) const {
         constexpr bool APPROXIMATELY = PRECISION == Precision::APPROXIMATE;

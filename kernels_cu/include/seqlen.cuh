@@ -1,5 +1,6 @@
-// Lengths and row addresses of a batch entry. Dense, shortened (key_lengths), ragged and paged batches differ only
-// here:
+// Lengths and row addresses of a batch entry: they hide from most code whether a batch is dense, shortened
+// (key_lengths), ragged or paged. The order of work tiles, tensor maps (tma.cuh) and the loads of pages (fwd_load.cuh)
+// depend on it, too.
 //
 // clang-format off
 //   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   batch entry and first row of a tile

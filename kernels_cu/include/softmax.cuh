@@ -96,7 +96,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
                __any_sync(0xffffffffu, Head::is_large(m[0], scale_log2) || Head::is_large(m[1], scale_log2));
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
-    // if m has been raised. IS_FIRST_TILE: the row's first key tile, whose P V overwrites O.
+    // if m has been raised. IS_FIRST_TILE: the first key tile of the row, or of a range
+    // of keys (key_splits.cuh): its P V overwrites O.
     template <bool IS_FIRST_TILE, class RescaleO>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                            float scale_log2, const RescaleO& rescale_O) {

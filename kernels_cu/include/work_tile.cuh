@@ -11,9 +11,9 @@ constexpr int WARP_ROWS = 16;       // of these, a warp has 16
 // batch, whose tensors have one batch entry, it is the head.
 //
 // SPLIT_KEYS: only the keys of range `split` of `splits` (key_splits.cuh).
-// PACK_GQA (packed GQA): all query heads of a group, which share their keys. The rows of each head fill slots of 16,
-// one for each warp of the consumers; row0 counts the rows of all slots before the work tile, and h() is the group's
-// first head. With few queries a group then has fewer work tiles.
+// PACK_GQA (packed GQA): rows of several query heads of a group, which share their keys. The rows of each head fill
+// slots of 16, one for each warp of the consumers; row0 counts the rows of all slots before the work tile, and h() is
+// the group's first head. With few queries a group then has fewer work tiles.
 #if RAGGED
 struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
     int b, row0, batch_head;

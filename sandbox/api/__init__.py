@@ -6,7 +6,7 @@ Imports; those marked with * are made when a call needs them:
         │             └─*─▶ plan ──▶ validate
         └─*─▶ torch_autograd ──▶ torch_ops ──▶ torch_arguments, torch_exit
                                      └─*─▶ torch_graphs
-    call ──▶ plan, dispatch
+    call ──▶ plan, dispatch, validate
     call ─*─▶ torch_autograd
     torch_slot ──▶ dispatch, plan, torch_exit
     rotation

@@ -62,7 +62,8 @@ def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) 
 
     Raises UnknownKernel; UnsupportedProblem for arrays that do not fit the operation or the kernel, are not contiguous,
     or do not begin at a multiple of 16 bytes, unless the Operation declares the input with `strided=True` or
-    `aligned=False` (`sandbox.spec.Tensor`); CompileError, SpecError, ToolchainMissing.
+    `aligned=False` (`sandbox.spec.Tensor`); CompileError, SpecError, ToolchainMissing, GpuUnavailable, DriverError,
+    LaunchError.
     """
     if not inputs:
         _check_count(registry.get(name, "operation"), 0)  # raises
@@ -86,11 +87,11 @@ def append_kv(
 
     k_new: (B, Hk, n, D); v_new: (B, Hk, n, Dv). With cu_seqlens, (B + 1,) int32, k_new is (total, Hk, D) and v_new
     (total, Hk, Dv), and rows cu_seqlens[b] to cu_seqlens[b + 1] belong to sequence b. k_pages: (pages, page_size, Hk,
-    D); v_pages: (pages, page_size, Hk, Dv); any strides with a unit stride in D. block_table: (B, max_pages) int32,
-    contiguous, as for `attention_paged`; None: k_pages and v_pages are dense caches (B, Hk, S, D) and (B, Hk, S, Dv).
-    key_lengths: (B,) int32, the lengths before the call; it is not changed. No two new rows may have the same
-    place in a page or cache. Pages have the dtype of the new rows, or float8: values are then converted without a
-    factor, and those beyond the range become the largest number.
+    D); v_pages: (pages, page_size, Hk, Dv); any strides with a unit stride in D. block_table: (B, max_pages) int32, as
+    for `attention_paged`; None: k_pages and v_pages are dense caches (B, Hk, S, D) and (B, Hk, S, Dv). key_lengths:
+    (B,) int32, the lengths before the call; it is not changed. block_table, key_lengths and cu_seqlens must be
+    contiguous. No two new rows may have the same place in a page or cache. Pages have the dtype of the new rows, or
+    float8: values are then converted without a factor, and those beyond the range become the largest number.
 
     A page number out of range, a row beyond the table or the cache and invalid cu_seqlens are errors on the CPU backend
     and with SANDBOX_CHECKED=1; else a GPU does not write such rows. Raises UnsupportedProblem naming the unsupported

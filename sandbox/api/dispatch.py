@@ -2,7 +2,8 @@
 
 The first call with arrays of some shapes, strides, alignment, dtype and device validates everything, selects a kernel,
 compiles it and stores a plan. Later calls of the same kind find the plan and launch. The key of a plan contains what
-the plan was made from and nothing else; of the addresses, only their alignment.
+the plan was made from and nothing else; of the addresses, only their alignment, whether one is 0, and in a forward
+whether those of k and v are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 MAX_PLANS, _MAX_ROUTES = 4096, 8
-ALIGNED = 16  # bytes: the alignment of every address that a route accepts, as allocators provide it
+ALIGNED = 16  # bytes: alignment that allocators provide, and that a route and most inputs require
 # Raised if a call has no key: arrays are of several libraries, without memory, or lazily negated.
 NO_KEY = (TypeError, AttributeError, RuntimeError)
 

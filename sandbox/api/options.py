@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Keywords(TypedDict, total=False):
-    """The keyword arguments that every public function takes, in addition to causal and scale.
+    """The keyword arguments that every function of attention.py takes, in addition to causal and scale.
 
     Those two are parameters: in many calls there is nothing else, and a dict for them takes 0.3 µs."""
 
@@ -91,7 +91,8 @@ class Options(NamedTuple):
     invariant: bool = False
     descale: tuple[float | None, ...] = ()  # of q, k, v: a number, or None for an array
     out_dtype: str = ""  # "": the default
-    max_seqlen: tuple[int | None, int | None] | None = None  # of a ragged batch: of q, of k; None where it is not known
+    # None: a dense batch. Of a ragged batch those of q and k, each None if it was not passed or is not needed.
+    max_seqlen: tuple[int | None, int | None] | None = None
     array_names: tuple[str, ...] = ()  # names of the arrays that follow q, k, v or dout, q, k, v, out, lse
     gradients: tuple[str, ...] = ()  # results of a backward in addition to dq, dk, dv: "dbias", "dsink"
 
@@ -149,8 +150,8 @@ def collect(
 ) -> tuple[Options, tuple[Any, ...]]:
     """(options, the arrays that `options.array_names` names) of the keyword arguments of a public function.
 
-    A seed that is not an array becomes an array of q's library, on q's device; a seed of None is drawn there. Raises
-    TypeError for a keyword argument that `function` does not have.
+    With dropout, a seed that is not an array becomes an array of q's library, on q's device; a seed of None is drawn
+    there. Raises TypeError for a keyword argument that `function` does not have.
     """
     if scale is not None and type(scale) is not float:
         scale = _as_float(scale)
@@ -236,7 +237,7 @@ _OWN_KEYWORDS = {  # parameters of a public function that are no options
     "attention_paged": frozenset(("cu_seqlens_q", "max_seqlen_q", "return_lse")),
 }  # fmt: skip
 
-_COUNTERPARTS = {  # of the keyword arguments of FlashAttention and PyTorch
+_COUNTERPARTS = {  # of keyword arguments of FlashAttention, PyTorch and our other functions
     "softmax_scale": "scale", "sm_scale": "scale", "is_causal": "causal", "attn_mask": "mask, or bias if it is added",
     "dropout_p": "dropout", "window_size": "window=(left, right), where None is no bound", "alibi_slopes": "alibi",
     "seqused_k": "key_lengths", "cache_seqlens": "key_lengths", "learnable_sink": "sink", "s_aux": "sink",

@@ -1,6 +1,6 @@
 """A plan: everything that is decided once for arrays of one kind: problem, kernel, tile, layout of the results, launch.
 
-Arrays are of one kind if their shapes, strides, alignment, dtypes, library and device are the same.
+Arrays are of one kind if they have the same key (`dispatch`): shapes, strides, alignment, dtypes, library and device.
 """
 
 from __future__ import annotations
@@ -201,9 +201,10 @@ def _plan(
 
 
 def with_packed_heads(p: Problem) -> Problem:
-    """The problem of a forward's launch: with `invariant`, one query, and options that do not depend on its head or
-    row, the heads of a group are queries of one head (packed GQA), so that each key is read once for all of them.
-    Otherwise `p`: without `invariant` kernels for decoding are chosen, which pack the heads themselves."""
+    """The problem of a forward's launch. With `invariant`, one query in a dense batch, no top-left mask, and only
+    options of SAME_FOR_GROUP, the heads of a group become queries of one head (packed GQA), so that each key is read
+    once for all of them. Otherwise `p`: without `invariant`, kernels for decoding are chosen, which pack the heads
+    themselves."""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     if not (p.invariant and p.Sq == 1 and p.group > 1 and alike) or p.ragged:
         return p

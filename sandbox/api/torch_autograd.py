@@ -109,19 +109,19 @@ class _Attention(torch.autograd.Function):
             options, others = for_backward(plain, saved[5:], dlse, wanted)
             arrays = *arrays[:6], *others
         twice = torch.is_grad_enabled()  # create_graph=True
-        if not twice and (route := known(_PYTORCH, "backward", options, arrays)):
-            found = route[0](arrays, route[1])
+        if not twice and (found := known(_PYTORCH, "backward", options, arrays)):
+            gradients = found[0](arrays, found[1])
         elif twice or _PYTORCH.intercepts(*arrays) or batched(dout) or batched(dlse):
-            found = backward((*arrays[:6], *saved[5:]), plain, dlse, wanted)
+            gradients = backward((*arrays[:6], *saved[5:]), plain, dlse, wanted)
         else:
             # A gradient may be lazily negated (is_neg), for example if out was the imaginary part of a complex z and
             # z.conj() was used. Saved tensors are not: the forward raises an error for such a tensor.
             resolved = arrays[0].resolve_neg(), *arrays[1:6], *(x.resolve_neg() for x in arrays[6:])
-            found = run_backward(resolved, options)
+            gradients = run_backward(resolved, options)
         if not names:
-            return None, *found
-        named = dict(zip(wanted, found[3:], strict=True))
-        return None, *found[:3], *(named.get(f"d{name}") for name in names)
+            return None, *gradients
+        named = dict(zip(wanted, gradients[3:], strict=True))
+        return None, *gradients[:3], *(named.get(f"d{name}") for name in names)
 
 
 # Skips the checks of torch.autograd.Function for torch.func, which take a quarter of the time of recording a call. It
@@ -217,8 +217,9 @@ class _Call(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The first `count` tensors, gradients that depend on the others: an error if they are differentiated.
-    (PyTorch's once_differentiable returns constants if the gradient of the output is one.)"""
+    """Returns the first `count` of `tensors`: gradients that depend on the other tensors. Differentiating them raises
+    an error. (With PyTorch's once_differentiable they would be constants if no incoming gradient requires a gradient.)
+    """
 
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

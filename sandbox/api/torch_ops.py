@@ -1,6 +1,7 @@
 """Attention as PyTorch operators: differentiable, and opaque to torch.compile. Imported on demand.
 
-"sandbox::attention_forward" and "sandbox::attention_backward" have no options but causal and scale.
+"sandbox::attention_forward" and "sandbox::attention_backward" take causal, scale, kernel, tile and backend, but no
+options. The backward also takes deterministic and dlse.
 "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option with a
 gradient, a list of all other tensors, and a JSON string with their names and with all other options.
 
@@ -11,7 +12,7 @@ mapped dimension into B; the others reject it. `call_operator` decides how a cal
 - subclasses, dispatch modes, torch.func and forward mode: by an autograd.Function around the operator;
 - torch.compile, torch.jit.trace and torch.func.functionalize: the operator itself.
 
-Plain tensors do not need the operators: see `torch_autograd`.
+Plain tensors need the operators only in a backward with create_graph=True or batched gradients: see `torch_autograd`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def float8_forward(arrays: Results, options: Options) -> Results:
 
 
 def _operator_arguments(options: Options, scale: Any) -> OperatorArguments:
-    """The last arguments of an operator; causal is "" for False."""
+    """The arguments of an operator from causal to backend; causal is "" for False."""
     causal = normalise_causal(options.causal) or ""
     return causal, scale, _kernel_text(options.kernel), text_of_tile(options.tile), options.backend
 
@@ -231,7 +232,7 @@ def _(
 
 def _no_vmap(info: Any, dims: Any, *inputs: Any) -> None:
     raise UnsupportedProblem(
-        "torch.func.vmap of attention supports only the options causal and scale: make the mapped dimension part of B"
+        "torch.func.vmap of attention supports only causal and scale: make the mapped dimension part of B"
     )
 
 
@@ -285,7 +286,7 @@ _backward.register_autograd(refuse)
 
 
 def function_of(operator: Any, setup: Any, formula: Any) -> type[torch.autograd.Function]:
-    """An autograd.Function of the operator, for torch.func and forward-mode differentiation."""
+    """An autograd.Function that calls the operator; `call_operator` uses it unless a tracer needs the operator."""
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
@@ -341,8 +342,8 @@ def _call_scored_backward(dout: Tensor, *inputs: Any) -> Results:
     dlse = inputs[5]
     if batched(dout) or batched(dlse):
         raise UnsupportedProblem(
-            "is_grads_batched=True (jacobian with vectorize=True) is not supported with options other than causal and "
-            "scale: call torch.autograd.grad once for each gradient"
+            "is_grads_batched=True (jacobian with vectorize=True) is only supported with causal and scale: "
+            "call torch.autograd.grad once for each gradient"
         )
     return call_operator(_scored_backward, _ScoredBackward, dout, *inputs)
 

@@ -201,7 +201,7 @@ class Slot:
 
 def _theirs(name: str, device: str) -> Any:
     """PyTorch's kernel for the operator, or its present override. None if PyTorch has none (flash attention on the
-    CPU), and before PyTorch 2.9, which has no `get_kernel`."""
+    CPU), and in PyTorch before 2.9, which has no `get_kernel`."""
     with suppress(AttributeError, RuntimeError):
         return torch.library.get_kernel(f"aten::{name}", device)
     return None

@@ -42,7 +42,7 @@ def prepare_varlen_attn(problem: Problem, q: Any, k: Any, v: Any, option_tensors
     p = problem
     if not p.ragged or not p.options <= {"ragged", "window"} or p.Dv != p.D:
         raise UnsupportedProblem(
-            "varlen_attn: not supported: it takes ragged batches with the options causal, window and scale only"
+            "varlen_attn: not supported: it takes ragged batches with causal, window and scale only"
         )
     if p.causal == "top-left":
         raise UnsupportedProblem("varlen_attn: a top-left mask is not supported: its causal mask is bottom-right")

@@ -19,10 +19,10 @@ Row = Mapping[str, Any]
 def pick_peer(rows: Sequence[Row], wanted: str | None = None) -> str | None:
     """The contender to compare kernels with: `wanted`, else the first peer with a time. Raises UnsupportedProblem if
     `wanted` is not among the rows."""
-    timed = [row["contender"] for row in rows if row["kind"] == "peer" and row["ms"]]
-    if wanted and wanted not in (row["contender"] for row in rows):
-        raise UnsupportedProblem(f"{wanted} is not among the contenders: {', '.join(dict.fromkeys(timed)) or 'none'}")
-    return wanted or next(iter(timed), None)
+    contenders = dict.fromkeys(row["contender"] for row in rows)
+    if wanted and wanted not in contenders:
+        raise UnsupportedProblem(f"{wanted} is not among the contenders: {', '.join(contenders) or 'none'}")
+    return wanted or next((row["contender"] for row in rows if row["kind"] == "peer" and row["ms"]), None)
 
 
 def _ratio(kernel: Row | None, peer: Row | None) -> float | None:

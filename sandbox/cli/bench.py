@@ -84,8 +84,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     "names",
     default=",".join(peers.DEFAULT),
     show_default=True,
-    help="Other implementations to time (peers). eager: unfused PyTorch operations. Also: flex, triton, varlen, "
-    "flash-mla, none, or a Python file that defines peers, such as sandbox/bench/flash_attention_peers.py "
+    help="Other implementations to time (peers). eager: unfused PyTorch operations. Also: flex, varlen, flash-mla, "
+    "none, or a Python file that defines peers, such as sandbox/bench/flash_attention_peers.py "
     "(FlashAttention-2, -3 and -4). Of a custom operation: those of its spec.",
 )
 @click.option("--backward", is_flag=True, help="Time the backward; that of peers through autograd.")
@@ -101,7 +101,10 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
 )
 @click.option("--out", type=OutputPath(dir_okay=False), metavar="FILE", help="Append the rows to this JSON-lines file.")
 @click.option(
-    "--resume", is_flag=True, help="Skip measurements that the file of --out has for the same commit, device and mode."
+    "--resume",
+    is_flag=True,
+    help="Skip problems for which the file of --out has rows of all contenders with the same commit, device, mode and "
+    "seed.",
 )
 @click.option(
     "--show",

@@ -36,7 +36,7 @@ from .output import print_json, say, screen, show_table
 
 
 @cli.command("list")
-@shape_option("Shows the kernel that would be chosen, and why others would not.")
+@shape_option("Shows the kernel that would be chosen, and why others would not.", operations=False)
 @click.option("--problem", hidden=True)  # older spelling of --shape
 @dtype_option
 @causal_option

@@ -139,11 +139,12 @@ dtype_option = click.option(
 )
 
 
-def shape_option(said: str = "", **more: Any) -> Callable[[_F], _F]:
-    """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`."""
+def shape_option(said: str = "", *, operations: bool = True, **more: Any) -> Callable[[_F], _F]:
+    """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`.
+    operations: whether the command accepts the dims of a custom operation."""
     name = "shapes" if more.get("multiple") else "shape"
     form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv."
-    form += " For a custom operation: its dims, such as M,N."
+    form += " For a custom operation: its dims, such as M,N." if operations else ""
     return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
 
 

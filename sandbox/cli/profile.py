@@ -81,7 +81,7 @@ def profile_(
     if shown:
         alone("--show", "kernel", "shown", "prefix", "html", "as_json")
     if compare:
-        excluding("--compare, which names the tiles", "tile")
+        excluding("--compare, whose A and B are tiles or versions", "tile")
     if dry_run or tool == "nsys":
         excluding("--dry-run" if dry_run else "--tool nsys", "prefix", "html")
     prefixes, commands = list(shown), []

@@ -78,9 +78,9 @@ def watch_(
 ) -> None:  # fmt: skip
     """Compile, verify and time a kernel on every save.
 
-    On every save of the .cu, its spec or a header: compile, sanitize, verify, time, and compare with earlier versions.
-    The options from --dtype to --invariant need --shape: the default problems have their own. --json prints one line
-    per version; --html writes the history.
+    On every save of the .cu, its spec or a header: compile, verify, time, and compare with earlier versions; on the CPU
+    backend also sanitize. The options from --dtype to --invariant need --shape: the default problems have their own.
+    --json prints one line per version; --html writes the history.
     """
     chosen = registry.get(kernel)
     if new is not None and old is None:

@@ -15,6 +15,7 @@ __all__ = [
     "normalise",
     "operation",
     "options",
+    "packed_gqa",
     "picture",
     "problem",
     "process",

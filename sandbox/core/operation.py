@@ -189,8 +189,8 @@ class Operation:
         differ = [name for name in self.in_place if self.inputs[name] != self.outputs[name]]
         if differ:
             raise SpecError(
-                f"Operation: {differ[0]} is an input and an output: give the output another name, or for an array that "
-                "is updated in place the same Tensor"
+                f"Operation: {differ[0]} is an input and an output with different Tensors: give the output another "
+                "name, or, if the array is updated in place, the same Tensor"
             )
         if self.gradient and self.in_place:
             raise SpecError(
@@ -202,7 +202,10 @@ class Operation:
                 raise SpecError(f"Operation: name {name!r} must be an identifier")
         for name in self.dims:
             if name in _RESERVED or name.startswith("_") or name in self.tensors:
-                raise SpecError(f"Operation: dimension {name!r} has the name of something else: choose another")
+                raise SpecError(
+                    f"Operation: dimension {name!r} is the name of a tensor or of an attribute of OperationProblem, or "
+                    "begins with _: choose another"
+                )
         for name, tensor in self.tensors.items():
             if unknown := [d for d in tensor.dims if isinstance(d, str) and d not in self.dims]:
                 raise SpecError(f"Operation: {name}: dimension {unknown[0]} is not in dims={self.dims}")

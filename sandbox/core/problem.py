@@ -196,8 +196,8 @@ class Problem:
 
     @property
     def widths(self) -> str:
-        """The size that determines the shared memory, for messages."""
-        return f"D={self.D}"
+        """The sizes that determine the shared memory, for messages."""
+        return f"D={self.D}" if self.Dv == self.D else f"D={self.D}, Dv={self.Dv}"
 
     @property
     def tuning_class(self) -> str:

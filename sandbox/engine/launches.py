@@ -1,4 +1,4 @@
-"""Combines the launches of a kernel's entries into one launch."""
+"""Combines the launches of all entries that a call needs, of one kernel or several, into one launch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from ..toolchain.nvrtc import Compiled, Resources
 from .choose import choose_kernel, choose_tile, why_grid_unsupported
 from .launches import EntryLaunch, make_launch
 
-DEFAULT_ARCH = "sm_90a"  # the target for reports without a GPU
+DEFAULT_ARCH = "sm_90a"  # the target without a GPU, and the default of `python -m sandbox compile`
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def prepare(
     A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". With "dLSE", it
     includes the gradient of LSE.
 
-    An entry whose grid is empty is not launched. Raises CompileError, ToolchainMissing, GpuUnavailable, DriverError;
-    UnsupportedProblem for a grid that is too large; with `fast` NoFastCompilation.
+    An entry whose grid is empty is not launched. Raises what `load` raises, and UnsupportedProblem for a grid that is
+    too large.
     """
     arch = arch_of(device)
     required = [choose_kernel(problem, computes, arch) for computes in _prerequisites(kernel, problem, tensors)]
@@ -174,8 +174,9 @@ class Loaded:
 
 @snippets.explaining  # a compile error in the expressions of a Score quotes them
 def load(kernel: Kernel, tile: Tile, problem: Problem, device: Device, fast: bool = False) -> Loaded:
-    """Compile `kernel` for `problem`, or find it in the cache, and load it. Raises as `prepare` does, and SpecError if
-    the spec's `args` do not match the compiled parameters, or its `block` exceeds the __launch_bounds__.
+    """Compile `kernel` for `problem`, or find it in the cache, and load it. Raises CompileError, ToolchainMissing,
+    GpuUnavailable, DriverError; SpecError if the spec's `args` do not match the compiled parameters, or its `block`
+    exceeds the __launch_bounds__.
 
     `fast`: on a GPU, compile with `nvrtc.compile_fast`, for a launch of which only the results matter, not the
     resources and times. Raises NoFastCompilation if that is not supported, or the kernel then needs too many registers

@@ -48,7 +48,7 @@ def test_splits_that_follow_from_the_problem() -> None:
     """fwd_decode's number of splits depends on BLOCKS, fwd_wgmma_invariant's does not."""
     base = bits.base_of(registry.get("fwd_wgmma_invariant"), HOST, None, 1, True)
     pairs = [*bits.CHANGES["splits"](base)]
-    assert [second.what for _, second in pairs] == ["one split instead of 3"]
+    assert [second.what for _, second in pairs] == ["one split instead of 5"]
     assert tried(base.kernel, "splits", invariant=True).equal
 
 
