@@ -228,12 +228,11 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
     }
     TIMELINE(store);
     // Non-finite fallback (non_finite.cuh): a masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large
-    // LSE.
+    // LSE. The barrier also waits for the last reads of K and V, which dK and dV overwrite.
     if (__syncthreads_or(!all_finite(dK_rmem) || !all_finite(dV_rmem)))
         return key_gradients_non_finite<BLOCK_N, WARPS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, b, kv_head, H,
                                                         tiles.n0(), threadIdx.x / 32);
 
-    __syncthreads();  // K and V are no longer read; dK and dV overwrite them
     stage_rows<COLS>(smem, dK_rmem, score.scale);
     stage_rows<V_COLS>(smem + K_BYTES, dV_rmem, Head::dropout_factor(score));
     __syncthreads();  // rows are complete before they are stored in 16-byte chunks
