@@ -293,7 +293,7 @@ extern "C" __global__ __launch_bounds__(32) void fwd_wgmma_clear(unsigned* tile_
 }
 #endif
 
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_wgmma(
+extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     const __grid_constant__ View<const dtype> Q,  // (B, H, Sq, HEAD_DIM)
     const __grid_constant__ View<const dtype> K,  // (B, Hk, Sk, HEAD_DIM)
     const __grid_constant__ View<const dtype> V,  // (B, Hk, Sk, HEAD_DIM_V)

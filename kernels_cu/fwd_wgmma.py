@@ -7,7 +7,6 @@ from typing import Any
 
 from sandbox.spec import (
     HOPPER_SMS,
-    SM_SMEM,
     Arch,
     Entry,
     Kernel,
@@ -26,19 +25,10 @@ from sandbox.spec import (
 # The ranges of keys of fwd_wgmma_invariant (KeyRange of n_block_range.cuh), rounded to whole key tiles: the first
 # SHORT_RANGES of a row have RANGE_KEYS, the others 2 * RANGE_KEYS.
 RANGE_KEYS, SHORT_RANGES = 1024, 8
+SMEM = 232448  # most shared memory of a block, in bytes
 # By BLOCK_M: the largest Dv for which ptxas can compile P V. At launch a thread has 128 registers with BLOCK_M=192,
 # and 96 with BLOCK_M=256.
 WIDEST_V = {192: 192, 256: 128}
-
-
-def blocks_per_sm(t: Tile) -> int:
-    """Blocks that share an SM: two small ones, if BLOCKS exceeds the number of SMs."""
-    return 2 if t.BLOCK_M == 64 and t.BLOCKS > HOPPER_SMS else 1
-
-
-def max_smem(t: Tile) -> int:
-    """The most shared memory of a block, in bytes."""
-    return SM_SMEM // blocks_per_sm(t) - 1024
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -50,7 +40,7 @@ def with_output(p: Problem, t: Tile, other_bytes: int) -> int:
     """other_bytes, and all or half of O if it fits."""
     slabs = cdiv(p.Dv, 64)
     sizes = (other_bytes + 128 * o_slabs * t.BLOCK_M for o_slabs in (slabs, cdiv(slabs, 2)))
-    return next((size for size in sizes if size <= max_smem(t)), other_bytes)
+    return next((size for size in sizes if size <= SMEM), other_bytes)
 
 
 def input_bytes(p: Problem, t: Tile) -> int:
@@ -118,9 +108,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, D={p.D}: use fewer stages",
         ),
         (
-            smem <= max_smem(t),
+            smem <= SMEM,
             (
-                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {max_smem(t)} "
+                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {SMEM} "
                 "(use fewer STAGES or a smaller BLOCK_N)"
             ),
         ),
@@ -180,13 +170,8 @@ def best(p: Problem) -> tuple[int, int]:
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """At most BLOCKS persistent blocks: one per SM, or with small tiles two."""
+    """At most BLOCKS persistent blocks, one per SM."""
     return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
-
-
-def sm_macros(p: Problem, t: Tile) -> dict[str, int]:
-    """BLOCKS_PER_SM, on which registers and shared memory of a block depend."""
-    return {"BLOCKS_PER_SM": blocks_per_sm(t)}
 
 
 kernel = Kernel(
@@ -220,7 +205,6 @@ kernel = Kernel(
     grid=grid,
     block=lambda t: (128 + 2 * t.BLOCK_M, 1, 1),
     smem_bytes=smem_bytes,
-    macros_of=sm_macros,
     supports=supports,
     check_tile=check_tile,
     rank=rank,
@@ -251,12 +235,12 @@ def invariant_tile(p: Problem) -> dict[str, int]:
 
 
 def invariant_rank(p: Problem, t: Tile) -> float:
-    """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles, and of equal
-    ones the one whose blocks on an SM have the most stages together."""
+    """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles. Of equal ones
+    the smallest, or, if each SM has at most one work tile, the one with most STAGES."""
     if not was_timed(p, t):
         return float("inf")
     tiles = work_tiles(p, t)
-    return 16 * tiles - t.STAGES * min(blocks_per_sm(t), cdiv(tiles * splits(p, t), HOPPER_SMS))
+    return 16 * tiles + (t.BLOCK_M // 64 if tiles * splits(p, t) > HOPPER_SMS else -t.STAGES)
 
 
 def ranges(p: Problem, t: Tile) -> int:
@@ -288,7 +272,7 @@ def merges(p: Problem, t: Tile) -> bool:
 def earlier_bytes(p: Problem, t: Tile) -> int:
     """Shared memory for the sums of earlier ranges: O in fp32, m and l, if they fit. O must then fit in Q's buffer."""
     size = cdiv(t.BLOCK_M * (cdiv(p.Dv, 16) * 64 + 8), 1024) * 1024
-    fits = input_bytes(p, t) + size <= max_smem(t) and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
+    fits = input_bytes(p, t) + size <= SMEM and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
     return size if merges(p, t) and fits else 0
 
 
@@ -314,11 +298,7 @@ def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[s
     )
     return {
         "grid": lambda p, t: (split_blocks(p, t, count(p, t)), 1, 1),
-        "macros_of": lambda p, t: {
-            "SPLIT_KEYS": int(count(p, t) > 1),
-            "PACK_GQA": int(packs(p, t)),
-            **sm_macros(p, t),
-        },
+        "macros_of": lambda p, t: {"SPLIT_KEYS": int(count(p, t) > 1), "PACK_GQA": int(packs(p, t))},
         "scratch": {"partials": lambda p, t: (split_floats(p, count(p, t)), 0)},
         "numbers": {"splits": count},
         "then": (combine,),
@@ -354,8 +334,8 @@ invariant_kernel = replace(
     invariant_tile=invariant_tile,
     tiles=(
         Tile(BLOCK_M=192, BLOCK_N=80, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=64, BLOCK_N=80, STAGES=2, BLOCKS=264),
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=4, BLOCKS=264),
+        Tile(BLOCK_M=64, BLOCK_N=80, STAGES=2, BLOCKS=132),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=4, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=80, STAGES=3, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=4, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),

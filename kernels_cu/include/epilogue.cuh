@@ -5,12 +5,8 @@
 #include "softmax.cuh"
 #include "swizzle.cuh"
 
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 1
-#endif
-// An SM of sm_90 has 228 KiB of shared memory, of which each block takes 1 KiB. The last 1024 bytes of a block are for
-// barriers and tile lists.
-constexpr unsigned MAX_SMEM = 233472 / BLOCKS_PER_SM - 1024, BARRIER_BYTES = 1024;
+// 227 KiB is the maximum shared memory of a block of sm_90; the last 1024 bytes are for barriers and tile lists.
+constexpr unsigned MAX_SMEM = 232448, BARRIER_BYTES = 1024;
 constexpr bool fits_in_smem(unsigned tile_bytes) { return tile_bytes + BARRIER_BYTES <= MAX_SMEM; }
 
 // An element of O divided by l. INVARIANT: -0 becomes 0, since merged ranges of keys (key_splits.cuh) may change its

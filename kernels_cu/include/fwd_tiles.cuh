@@ -15,13 +15,9 @@ constexpr int D_PAD = (HEAD_DIM + 15) / 16 * 16, DV_PAD = (HEAD_DIM_V + 15) / 16
 // leave none for it.
 constexpr bool MORE_PRODUCER_REGISTERS = Head::HAS_BLOCK_MAP && CONSUMERS < 3;
 constexpr int PRODUCER_REGISTERS = MORE_PRODUCER_REGISTERS ? 72 : CONSUMERS >= 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = BLOCKS_PER_SM == 2        ? 256 - PRODUCER_REGISTERS
-                                   : MORE_PRODUCER_REGISTERS ? 216
-                                   : CONSUMERS == 4          ? 112
-                                   : CONSUMERS == 3          ? 160
-                                                             : 232;
+constexpr int CONSUMER_REGISTERS = MORE_PRODUCER_REGISTERS ? 216 : CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
 static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0 &&
-                  BLOCKS_PER_SM * 128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536,
+                  128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536,
               "setmaxnreg: multiples of 8, and an SM has 65536 registers");
 static_assert(BLOCK_M % WARPGROUP_ROWS == 0 && CONSUMERS <= 4,
               "BLOCK_M is 64, 128, 192 or 256: 64 rows for each consumer");

@@ -175,7 +175,7 @@ SHAPES = {  # (B, H, Hk, Sq, Sk, D): (BLOCK_M, ranges merged by a block, splits,
     (2, 21, 3, 68, 68, 128): (192, False, 1, True),  # five slots for each of seven heads: 560 rows
     (1, 16, 16, 100, 100, 128): (128, False, 1, False),
     (1, 32, 8, 1, 9000, 128): (128, False, 9, True),
-    (16, 32, 8, 1, 9000, 128): (64, False, 9, True),  # two blocks per SM
+    (16, 32, 8, 1, 9000, 128): (64, False, 9, True),  # more work tiles than SMs
     (1, 35, 7, 10, 9000, 96): (128, False, 9, True),
     (128, 32, 8, 1, 9000, 64): (64, True, 1, True),
     (4, 27, 9, 326, 1096, 96): (192, True, 1, False),  # merging splits would take longer
