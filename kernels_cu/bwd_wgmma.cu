@@ -206,9 +206,10 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 }
 #endif
 
-// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp, and clears the
-// semaphores, with the tile counter before them. Without this entry point each block of bwd_wgmma would search for its
-// own work tile, which takes 1 us. It is launched before bwd_preprocess and overlaps with it.
+// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp. If HAS_SEMAPHORES, clears
+// the tile counter and the semaphores, with which dQ_accum begins (dq_semaphore.cuh). Without this entry point each
+// block of bwd_wgmma would search for its own work tile, which takes 1 us. It is launched before bwd_preprocess and
+// overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,

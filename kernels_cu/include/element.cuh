@@ -3,8 +3,8 @@
 #include "timeline.cuh"
 
 // Element types: `dtype` of Q, `dtype_k` of K, `dtype_v` of V, `dtype_o` of O. They differ only with float8. FLOAT8: Q,
-// K and V are float8. FLOAT8_KEYS: K and V are, Q may be. The compiler options (sandbox/engine) define DTYPE_float16
-// and so on. Arithmetic is in fp32.
+// K and V are float8. FLOAT8_KEYS: K and V are, Q may be. `Kernel.defines` (sandbox/core/kernel.py) sets
+// DTYPE_float16 and so on. Arithmetic is in fp32.
 __device__ __forceinline__ float to_float(float x) { return x; }
 #if defined(DTYPE_float8_e4m3) || defined(DTYPE_float8_e5m2)
 #define FLOAT8 1
@@ -38,7 +38,7 @@ using dtype = __nv_fp8_e4m3;
 #elif defined(DTYPE_float8_e5m2)
 using dtype = __nv_fp8_e5m2;
 #else
-#error "the spec defines DTYPE_float32, DTYPE_float16, DTYPE_bfloat16, DTYPE_float8_e4m3 or DTYPE_float8_e5m2"
+#error "Kernel.defines sets DTYPE_float32, DTYPE_float16, DTYPE_bfloat16, DTYPE_float8_e4m3 or DTYPE_float8_e5m2"
 #endif
 #if defined(DTYPE_K_float8_e4m3)
 using dtype_k = __nv_fp8_e4m3;

@@ -147,11 +147,11 @@ def attention_varlen(
     uninitialised.
 
     The options are those of `attention`; i, j, Sq and Sk are relative to a sequence, and b is its index. bias and mask
-    broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default total_q and total_k; sequence b reads the first rows and
-    columns of bias[b] and mask[b]. Without bias and mask, max_seqlen_* have no effect. With a bias or mask, a sequence
-    longer than max_seqlen_* is an error on the CPU backend. On a GPU, out, lse and gradients are NaN for its queries
-    from max_seqlen_q on; its keys from max_seqlen_k on are hidden, and their gradients are NaN. With SANDBOX_CHECKED=1
-    it is an error on a GPU, too.
+    broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default and at most total_q and total_k; sequence b reads the
+    first rows and columns of bias[b] and mask[b]. Without bias and mask, max_seqlen_* have no effect. With a bias or
+    mask, a sequence longer than max_seqlen_* is an error on the CPU backend. On a GPU, out, lse and gradients are NaN
+    for its queries from max_seqlen_q on; its keys from max_seqlen_k on are hidden, and their gradients are NaN. With
+    SANDBOX_CHECKED=1 it is an error on a GPU, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
     `attention` is. Invalid cu_seqlens are an error on the CPU backend and with SANDBOX_CHECKED=1; otherwise the results
@@ -191,9 +191,9 @@ def attention_paged(
     in one batch: q is (total_q, H, D), and the queries of entry b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], as
     in `attention_varlen`.
 
-    The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query attends to the last
-    valid key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with
-    cu_seqlens_q, by default total_q. Without bias and mask, max_seqlen_q has no effect; without cu_seqlens_q it raises
+    The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query attends to the last valid
+    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with cu_seqlens_q, by
+    default and at most total_q. Without bias and mask, max_seqlen_q has no effect; without cu_seqlens_q it raises
     UnsupportedProblem.
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32; with cu_seqlens_q they are

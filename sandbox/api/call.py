@@ -164,9 +164,9 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     Pass the map to `score.with_blocks(...)`. Without it every launch computes its own map, so the tensors of the score
     may change between calls; with it, tiles that were hidden or fully visible when the map was made stay so. One map
     serves the forward and the backward of all dense problems with the same B, H, Sq and Sk and any score option except
-    `mask=`, and except key_lengths if the mask names Sk. B, H and Sq may differ if the mask does not name them (as b,
-    h, i or Sq). Other sizes raise UnsupportedProblem. The sizes are remembered for the returned array, not for
-    a copy of it: of a copy only the shape is compared.
+    `mask=`, and except key_lengths if the mask names Sk, or if it does not name b and B > 1. B, H and Sq may differ if
+    the mask does not name them (as b, h, i or Sq). Other sizes raise UnsupportedProblem. The sizes are remembered for
+    the returned array, not for a copy of it: of a copy only the shape is compared.
 
     Returns an int32 array (B, H, rows, words); B, H and rows are 1 where the mask does not vary along them. A row
     stands for 64 queries, a bit for 16 keys. Each row has ceil(Sk / 512) words, rounded up to a multiple of 4, for

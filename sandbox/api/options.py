@@ -61,7 +61,7 @@ FORWARD, BACKWARD, PAGED = (
 )
 _PASSED_THROUGH = frozenset(("kernel", "tile", "backend"))  # stored in `Options` as they are passed
 _VALIDATORS = {option.name: option.check for option in OPTIONS if option.check}
-FIELD_OPTIONS = tuple(_VALIDATORS)  # options that are not arrays; each is a field of `Problem`
+FIELD_OPTIONS = tuple(_VALIDATORS)  # fields of `Options` that become fields of `Problem` as they are
 # In a ragged batch their last two dimensions are max_seqlen of q and of k.
 _BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
@@ -269,8 +269,8 @@ def constant(name: str, value: Any) -> float:
 
 
 def _as_float(scale: Any) -> Any:
-    """An int or a NumPy number as a float, for which `dispatch.known` finds a route. An array stays as it is: reading
-    it may wait for a GPU."""
+    """An int or a NumPy number as a float, with which `dispatch.known` can find a plan. An array stays as it is:
+    reading it may wait for a GPU."""
     return number("scale", scale) if isinstance(scale, Real) else scale
 
 

@@ -155,6 +155,7 @@ def _plan(
     home = views["q"].device  # where the arrays are
     device = launch_device(home, options.backend)  # where the kernel runs
     unpacked = problem
+    # q's head stride becomes its row stride, which a tensor map needs to be positive
     if computes == "forward" and device == home and views["q"].strides[1] > 0:
         problem = with_packed_heads(problem)
     packed = problem is not unpacked

@@ -125,7 +125,7 @@ class _Attention(torch.autograd.Function):
 
 
 # Skips the checks of torch.autograd.Function for torch.func, which take a quarter of the time of recording a call. It
-# is used only with a route, and no route is found under torch.func.
+# is used only if `dispatch.known` finds a plan, which it does not under torch.func.
 _apply: Any = super(torch.autograd.Function, _Attention).apply
 
 

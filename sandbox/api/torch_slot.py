@@ -3,7 +3,7 @@
 `scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention)
 call a few operators of PyTorch, and PyTorch registers their gradients. A `Slot` overrides these operators in PyTorch's
 dispatcher: those of its flash attention, and on the CPU also the operator that PyTorch uses there instead. Calls that
-we do not support go to PyTorch's own kernel.
+we do not support go to PyTorch's own kernel, or raise UnsupportedProblem if it has none.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def use_in_torch(
     CUDA (with dropout, too) and on the CPU; and everything else that calls PyTorch's flash operators, dense and ragged.
 
     kernel, tile: of the forward, by default those that `attention` selects; backward: the kernel of the backward.
-    invariant: as in `attention_forward`.
-    Unsupported problems go to PyTorch's own kernel; the logger "sandbox" reports the reason. Leaving the context
-    restores what was active before. Without `with`, `activate()` and `restore()` do the same. In PyTorch 2.11 and later
-    torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl() do it for the latest
-    object.
+    invariant: as in `attention_forward`. Unsupported problems go to PyTorch's own kernel, and the logger "sandbox"
+    reports the reason; where PyTorch has none (flash operators on the CPU, and before PyTorch 2.9) they raise
+    UnsupportedProblem. Leaving the context restores what was active before. Without `with`, `activate()` and
+    `restore()` do the same. In PyTorch 2.11 and later torch.nn.attention.activate_flash_attention_impl("sandbox") and
+    restore_flash_attention_impl() do it for the latest object.
 
     Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
 
@@ -150,9 +150,9 @@ class Slot:
             try:
                 return ours(*args, **options)
             except UnsupportedProblem as refusal:
-                log_once(str(refusal))
                 if theirs is None:
                     raise
+                log_once(str(refusal))
                 return theirs.call_boxed(keys, *args, **options)
 
         with warnings.catch_warnings():
@@ -248,10 +248,12 @@ def _debug_mask(slot: Slot, arrays: tuple[Tensor, ...], options: Options) -> Ten
     dropout keeps an element, -1 where it drops it or the mask hides it, 0 beyond Sq and Sk.
 
     Computed with the forward: which elements are dropped depends only on the seed and on their indices. With q = k = 0
-    all visible elements of a row of P are equal, and with columns of the identity as V, out is P after dropout, for Dv
-    keys at a time.
+    and without ALiBi all visible elements of a row of P are equal, and with columns of the identity as V, out is P
+    after dropout, for Dv keys at a time.
     """
-    q, k, v, *more = arrays
+    q, k, v, *others = arrays
+    given = {name: x for name, x in zip(options.array_names, others, strict=True) if name != "alibi"}
+    more, options = given.values(), replace(options, array_names=tuple(given))
     (B, H, Sq, _), Sk, Dv = q.shape, k.size(2), v.size(3)
     mask = q.new_zeros(B, H, cdiv(Sq, 128) * 128, cdiv(Sk, 128) * 128)
     for first in range(0, Sk, Dv):

@@ -117,7 +117,7 @@ def _check_map(view: ArrayView, p: Problem) -> None:
     ):
         raise UnsupportedProblem(
             f"score has a block map of shape {view.shape}, {view.dtype}: it must be the array that sandbox.block_map "
-            f"returns for the score and {p}: shape {p.block_map}, int32, contiguous"
+            f"returns for the score and {p}: shape {p.block_map}, int32, contiguous, aligned to 16 bytes"
         )
     named = p.score.named_by_mask
     if p.key_lengths and "Sk" in named:

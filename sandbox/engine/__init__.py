@@ -1,3 +1,3 @@
-"""Kernel, tile and problem -> compiled, packed and launched, on either backend."""
+"""Kernel, tile and problem -> compiled, arguments packed, launched, on either backend."""
 
 __all__ = ["choose", "pipeline", "spills", "staging", "tuned"]

@@ -36,7 +36,7 @@ class Staged:
             driver.read(self._start, self._home, self._nbytes, driver.device(self._home_device[1]))
 
     def fetch(self) -> None:
-        """Copy back, after all earlier work of the device has finished."""
+        """Copy back. The caller has waited for the launch (`Prepared.wait`)."""
         if self._memory:
             driver.read(self._home, self._start, self._nbytes, driver.device(self._device[1]))
         else:

@@ -439,6 +439,17 @@ def test_the_debug_mask_is_the_dropout_that_was_applied(causal: bool) -> None:
         assert (a - b).abs().max() < 1e-3 * b.abs().max()
 
 
+def test_the_debug_mask_does_not_depend_on_alibi() -> None:
+    """With steep slopes P of distant keys underflows in float16: they are not dropped."""
+    x, slopes, p = torch.randn(1, 40, 2, 16, dtype=torch.float16), torch.tensor([[1.0, 2.0]]), 0.4
+    with sandbox.use_in_torch(**EXACT):
+        *_, state, _, mask = torch.ops.aten._flash_attention_forward(
+            x, x, x, None, None, 40, 40, p, False, True, alibi_slopes=slopes
+        )
+    keep = torch.from_numpy(reference.dropout_keep(int(state.view(torch.int64)[0]), 1, 2, 40, 40, p))
+    assert torch.equal(mask[:, :, :40, :40] > 0, keep)
+
+
 @pytest.mark.parametrize("mode", [None, "error", "warn"])
 def test_deterministic_algorithms_select_a_deterministic_backward(
     mode: str | None, monkeypatch: pytest.MonkeyPatch
