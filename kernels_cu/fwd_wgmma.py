@@ -198,7 +198,7 @@ kernel = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=48, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=128, BLOCK_N=32, STAGES=2, BLOCKS=132),
-        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows; with a bias only two stages fit
+        Tile(BLOCK_M=192, BLOCK_N=64, STAGES=4, BLOCKS=132),  # windows, pages, biases; two stages with a bias at D > 64
         Tile(BLOCK_M=192, BLOCK_N=64, STAGES=2, BLOCKS=132),
         Tile(BLOCK_M=256, BLOCK_N=64, STAGES=4, BLOCKS=132),
     ),

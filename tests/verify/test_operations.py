@@ -256,10 +256,10 @@ def spec(**fields: Any) -> Kernel:
     [
         ({"dims": ("M", "N", "K")}, "dimension K is not determined: no input has it in its shape; use a number"),
         ({"dims": "M"}, "dims='M' must be a tuple: add a comma"),
-        ({"dims": ("M", "dtype")}, "dimension 'dtype' has the name of something else"),
+        ({"dims": ("M", "dtype")}, "dimension 'dtype' is the name of a tensor or of an attribute"),
         ({"outputs": {"y": Tensor("M", "Z")}}, r"y: dimension Z is not in dims=\('M', 'N'\)"),
-        ({"outputs": {"x": Tensor("M")}}, "x is an input and an output: give the output another name"),
-        ({"outputs": {"x": Tensor("M", dtype="int32")}}, "updated in place the same Tensor"),
+        ({"outputs": {"x": Tensor("M")}}, "x is an input and an output with different Tensors"),
+        ({"outputs": {"x": Tensor("M", dtype="int32")}}, "updated in place, the same Tensor"),
         (
             {"outputs": {"x": Tensor("M", "N")}, "gradient": "mine_backward"},
             "gradient='mine_backward' is not supported for x, which is updated in place",
