@@ -62,7 +62,7 @@ class Worker:
 
     arguments: tuple[str, dict[str, Any]]
     folder: str
-    gpu: int
+    own_environment: dict[str, str]
     environment: dict[str, str] = field(default_factory=dict)
     process: Any = None
     ready: bool = False
@@ -75,7 +75,7 @@ class Worker:
         self.end()
         self.ready, self.environment, self.log = False, environment, Path(tempfile.mkstemp(dir=self.folder)[1])
         self.connection, theirs = CONTEXT.Pipe()
-        arguments = theirs, *self.arguments, {"CUDA_VISIBLE_DEVICES": str(self.gpu)} | environment, str(self.log)
+        arguments = theirs, *self.arguments, self.own_environment | environment, str(self.log)
         self.process = CONTEXT.Process(target=work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -177,7 +177,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     done = {identity(row) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         options = {"path": str(args.tests.resolve()), "device": args.device}
-        workers = [Worker((args.suite, options), folder, i % args.gpus) for i in range(args.workers)]
+        gpus = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(args.gpus)] if args.gpus > 1 else [{}]
+        workers = [Worker((args.suite, options), folder, gpus[i % len(gpus)]) for i in range(args.workers)]
         queue = chunks_of(args, workers[0], done)
         left = sum(map(len, queue))
         print(f"{left} tests in {len(queue)} chunks, {len(done)} done before", flush=True)
