@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from sandbox.spec import HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, mask_of, unsupported_by_wgmma
+from sandbox.spec import BLOCK_SMEM, HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, mask_of, unsupported_by_wgmma
 
-SMEM = 232448  # bytes of shared memory per block
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a left bound (window): such work tiles are short
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per m_block and head of a group
 
@@ -76,8 +75,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: Q is released after Q of the next m_block is loaded"),
         (
-            smem <= SMEM,
-            f"STAGES={t.STAGES} needs {smem} bytes of shared memory at {p.widths}: the limit is {SMEM} (use fewer)",
+            smem <= BLOCK_SMEM,
+            (
+                f"STAGES={t.STAGES} needs {smem} bytes of shared memory at {p.widths}: the limit is {BLOCK_SMEM} "
+                "(use fewer)"
+            ),
         ),
     )
     return next((reason for passed, reason in rules if not passed), None)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from sandbox.spec import (
+    BLOCK_SMEM,
     HOPPER_SMS,
     Arch,
     Entry,
@@ -25,7 +26,6 @@ from sandbox.spec import (
 # The ranges of keys of fwd_wgmma_invariant (KeyRange of n_block_range.cuh), rounded to whole key tiles: the first
 # SHORT_RANGES of a row have RANGE_KEYS, the others 2 * RANGE_KEYS.
 RANGE_KEYS, SHORT_RANGES = 1024, 8
-SMEM = 232448  # most shared memory of a block, in bytes
 # By BLOCK_M: the largest Dv for which ptxas can compile P V. At launch a thread has 128 registers with BLOCK_M=192,
 # and 96 with BLOCK_M=256.
 WIDEST_V = {192: 192, 256: 128}
@@ -40,7 +40,7 @@ def with_output(p: Problem, t: Tile, other_bytes: int) -> int:
     """other_bytes, and all or half of O if it fits."""
     slabs = cdiv(p.Dv, 64)
     sizes = (other_bytes + 128 * o_slabs * t.BLOCK_M for o_slabs in (slabs, cdiv(slabs, 2)))
-    return next((size for size in sizes if size <= SMEM), other_bytes)
+    return next((size for size in sizes if size <= BLOCK_SMEM), other_bytes)
 
 
 def input_bytes(p: Problem, t: Tile) -> int:
@@ -108,9 +108,9 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"STAGES={t.STAGES} leaves no shared memory for O at Dv={p.Dv}, D={p.D}: use fewer stages",
         ),
         (
-            smem <= SMEM,
+            smem <= BLOCK_SMEM,
             (
-                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {SMEM} "
+                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {BLOCK_SMEM} "
                 "(use fewer STAGES or a smaller BLOCK_N)"
             ),
         ),
@@ -272,7 +272,7 @@ def merges(p: Problem, t: Tile) -> bool:
 def earlier_bytes(p: Problem, t: Tile) -> int:
     """Shared memory for the sums of earlier ranges: O in fp32, m and l, if they fit. O must then fit in Q's buffer."""
     size = cdiv(t.BLOCK_M * (cdiv(p.Dv, 16) * 64 + 8), 1024) * 1024
-    fits = input_bytes(p, t) + size <= SMEM and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
+    fits = input_bytes(p, t) + size <= BLOCK_SMEM and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
     return size if merges(p, t) and fits else 0
 
 

@@ -1,8 +1,6 @@
 """Spec of `fwd_wgmma_fp8.cu`."""
 
-from sandbox.spec import Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
-
-SMEM = 232448  # most shared memory of a block, in bytes
+from sandbox.spec import BLOCK_SMEM, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -81,10 +79,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"LOADS={t.LOADS} spills registers at D={p.D} with BLOCK_N={t.BLOCK_N} and a causal mask: use LOADS=2",
         ),
         (
-            smem <= SMEM,
+            smem <= BLOCK_SMEM,
             (
-                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {SMEM} (use "
-                "fewer STAGES or a smaller BLOCK_N)"
+                f"tile {t} needs {smem} bytes of shared memory at {p.widths}: the limit of a block is {BLOCK_SMEM} "
+                "(use fewer STAGES or a smaller BLOCK_N)"
             ),
         ),
     )

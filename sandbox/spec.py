@@ -3,6 +3,7 @@
 from .core.dtypes import ITEMSIZE
 from .core.estimates import decode_us, keys_of_row, wgmma_us
 from .core.kernel import (
+    BLOCK_SMEM,
     COMPUTATIONS,
     HOPPER_SMS,
     ROW_INDEPENDENT,
@@ -29,6 +30,7 @@ from .core.unsupported import (
 )
 
 __all__ = [
+    "BLOCK_SMEM",
     "COMPUTATIONS",
     "HOPPER_SMS",
     "ITEMSIZE",

@@ -39,6 +39,7 @@ COMPUTATIONS = {computation.name: computation for computation in _ATTENTION}
 
 HOPPER_SMS = 132  # of an H100 or H200 (SXM): a wave of blocks if one block runs per SM
 SM_SMEM = 233472  # bytes of shared memory of an SM of 9.0 and 10.x, with the 1 KiB that each block reserves
+BLOCK_SMEM = SM_SMEM - 1024  # and the most of one block
 
 INVARIANCES = {  # what may change while the bits of a row stay the same (`Kernel.invariant_to`)
     "runs": "another launch",
