@@ -1,9 +1,7 @@
 """Spec of `fwd_wgmma.cu`."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from sandbox.spec import (
     BLOCK_SMEM,
@@ -13,19 +11,22 @@ from sandbox.spec import (
     Kernel,
     Problem,
     Tile,
+    ascending_from_0,
     cdiv,
     decode_us,
+    fields_of_splits,
+    key_ranges,
     keys_of_row,
     mask_of,
     packs,
+    split_blocks,
+    split_floats,
+    splits_by_range,
     unsupported_by_wgmma,
     wgmma_us,
     work_tiles,
 )
 
-# The ranges of keys of fwd_wgmma_invariant (KeyRange of n_block_range.cuh), rounded to whole key tiles: the first
-# SHORT_RANGES of a row have RANGE_KEYS, the others 2 * RANGE_KEYS.
-RANGE_KEYS, SHORT_RANGES = 1024, 8
 # By BLOCK_M: the largest Dv for which ptxas can compile P V. At launch a thread has 128 registers with BLOCK_M=192,
 # and 96 with BLOCK_M=256.
 WIDEST_V = {192: 192, 256: 128}
@@ -240,33 +241,12 @@ def invariant_rank(p: Problem, t: Tile) -> float:
     if not was_timed(p, t):
         return float("inf")
     tiles = work_tiles(p, t)
-    return 16 * tiles + (t.BLOCK_M // 64 if tiles * splits(p, t) > HOPPER_SMS else -t.STAGES)
-
-
-def ranges(p: Problem, t: Tile) -> int:
-    """Ranges of keys of the longest row; of a ragged batch an upper bound. 1 with a left window bound, a block map or
-    ALiBi, with which key tile j does not begin at key j * BLOCK_N."""
-    one = p.bounds[0] is not None or p.has_block_map or p.alibi
-    if one:
-        return 1
-    short = (RANGE_KEYS + t.BLOCK_N // 2) // t.BLOCK_N
-    count = cdiv(cdiv(p.rows[1], t.BLOCK_N), short)  # if all of them were short
-    return max(1, min(count, SHORT_RANGES) + cdiv(max(count - SHORT_RANGES, 0), 2))
-
-
-@lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
-def splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile, one for each range of keys: if there are too few work tiles for the
-    GPU, and merging the ranges takes less time than that saves. 1 in a ragged batch, whose number of work tiles the
-    host does not know."""
-    count = 1 if p.ragged or work_tiles(p, t) >= 2 * HOPPER_SMS else ranges(p, t)
-    one, several = (wgmma_us(p, t, splits, packs(p, t)) for splits in (1, count))
-    return count if several <= 1.1 * one else 1  # 1.1: `one` does not include merging ranges in the block
+    return 16 * tiles + (t.BLOCK_M // 64 if tiles * splits_by_range(p, t) > HOPPER_SMS else -t.STAGES)
 
 
 def merges(p: Problem, t: Tile) -> bool:
     """MERGE_RANGES: whether a block merges the ranges of a row."""
-    return ranges(p, t) > 1 and splits(p, t) == 1
+    return key_ranges(p, t) > 1 and splits_by_range(p, t) == 1
 
 
 def earlier_bytes(p: Problem, t: Tile) -> int:
@@ -274,35 +254,6 @@ def earlier_bytes(p: Problem, t: Tile) -> int:
     size = cdiv(t.BLOCK_M * (cdiv(p.Dv, 16) * 64 + 8), 1024) * 1024
     fits = input_bytes(p, t) + size <= BLOCK_SMEM and cdiv(p.Dv, 64) <= cdiv(p.D, 64)
     return size if merges(p, t) and fits else 0
-
-
-def split_blocks(p: Problem, t: Tile, count: int) -> int:
-    """Persistent blocks for `count` splits of each work tile: at most BLOCKS."""
-    return min(work_tiles(p, t) * count, t.BLOCKS)
-
-
-def split_floats(p: Problem, count: int) -> int:
-    """Floats of O, m and l of every row and split; 0 without splits."""
-    return p.batches * p.H * p.Sq * count * (p.Dv + 2) if count > 1 else 0
-
-
-def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[str, Any]:
-    """The fields of a spec that follow from the number of splits of each work tile."""
-    combine = Entry(
-        name=f"{name}_combine",
-        programmatic_launch=True,
-        grid=lambda p, t: (p.Sq if count(p, t) > 1 else 0, p.H, p.batches),
-        block=lambda t: (64, 1, 1),
-        numbers={"splits": count},
-        args=("Q", "K", "V", "O", "LSE", "H", "heads", "group", "score", "partials", "splits"),
-    )
-    return {
-        "grid": lambda p, t: (split_blocks(p, t, count(p, t)), 1, 1),
-        "macros_of": lambda p, t: {"SPLIT_KEYS": int(count(p, t) > 1), "PACK_GQA": int(packs(p, t))},
-        "scratch": {"partials": lambda p, t: (split_floats(p, count(p, t)), 0)},
-        "numbers": {"splits": count},
-        "then": (combine,),
-    }
 
 
 def invariant_macros(p: Problem, t: Tile) -> dict[str, int]:
@@ -314,11 +265,11 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory, of which none is zeroed: those of the splits; without splits O, m and l of the earlier
     keys of each consumer thread of a block, if they do not fit in shared memory (key_splits.cuh)."""
     if not merges(p, t) or earlier_bytes(p, t):
-        return split_floats(p, splits(p, t)), 0
+        return split_floats(p, splits_by_range(p, t)), 0
     return 4 * split_blocks(p, t, 1) * (cdiv(p.Dv, 16) * 2 * 2 * t.BLOCK_M + t.BLOCK_M // 2), 0
 
 
-SPLIT_FIELDS = fields_of_splits("fwd_wgmma_invariant", splits)
+SPLIT_FIELDS = fields_of_splits("fwd_wgmma_invariant", splits_by_range)
 
 invariant_kernel = replace(
     kernel,
@@ -373,7 +324,7 @@ def split_us(p: Problem, t: Tile) -> float:
 def supports_split(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported: as for fwd_wgmma, and options with which key tile j does not begin at key
     j * BLOCK_N."""
-    if p.bounds[0] is not None or p.has_block_map or p.alibi:
+    if not ascending_from_0(p):
         given = f"window={p.window}" if p.bounds[0] is not None else "alibi" if p.alibi else mask_of(p)
         return f"{given} is not supported: splits are ranges of key tiles, ascending from the first"
     return supports(p, arch)

@@ -15,6 +15,14 @@ from .core.kernel import (
     Entry,
     Kernel,
 )
+from .core.key_splits import (
+    ascending_from_0,
+    fields_of_splits,
+    key_ranges,
+    split_blocks,
+    split_floats,
+    splits_by_range,
+)
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
 from .core.packed_gqa import packs, work_tiles
@@ -49,12 +57,18 @@ __all__ = [
     "Score",
     "Tensor",
     "Tile",
+    "ascending_from_0",
     "cdiv",
     "decode_us",
+    "fields_of_splits",
+    "key_ranges",
     "keys_of_row",
     "mask_of",
     "normalise_causal",
     "packs",
+    "split_blocks",
+    "split_floats",
+    "splits_by_range",
     "unsupported_by_cp_async",
     "unsupported_by_sm",
     "unsupported_by_wgmma",

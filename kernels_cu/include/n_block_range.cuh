@@ -35,8 +35,8 @@ constexpr bool STAGGERED =
 // tile: otherwise both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !STAGGERED;
 
-// The fixed ranges of keys of fwd_wgmma_invariant (key_splits.cuh), in key tiles; fwd_wgmma.py has the same numbers.
-// The first SHORT_RANGES of a row are short, so that several blocks share the keys of a short row.
+// The fixed ranges of keys of fwd_wgmma_invariant (key_splits.cuh), in key tiles; sandbox/core/key_splits.py has the
+// same numbers. The first SHORT_RANGES of a row are short, so that several blocks share the keys of a short row.
 struct KeyRange {
     static constexpr int KEYS = 1024, SHORT_RANGES = 8;
     static constexpr int SHORT = (KEYS + BLOCK_N / 2) / BLOCK_N, LONG = 2 * SHORT;

@@ -10,6 +10,7 @@ __all__ = [
     "interrupts",
     "jsonl",
     "kernel",
+    "key_splits",
     "limits",
     "log",
     "normalise",
