@@ -14,7 +14,10 @@ def check_tile(p: Problem, t: Tile, arch: object) -> str | None:
     if t.WARPS > 32 or t.BLOCK_M % (4 * t.WARPS):
         return f"tile {t}: WARPS must be at most 32, and BLOCK_M a multiple of 4 * WARPS"
     if t.BIAS_M % 16 or t.BIAS_N % 16 or t.BIAS_M * t.BIAS_N > 33 * (t.BIAS_M + t.BIAS_N):
-        return f"tile {t}: BIAS_M and BIAS_N must be multiples of 16 that fit shared memory, such as 64 and 64"
+        return (
+            f"tile {t}: BIAS_M and BIAS_N must be multiples of 16 with BIAS_M * BIAS_N <= 33 * (BIAS_M + BIAS_N), such "
+            "as 64 and 64: the tile of dbias reuses the shared memory of the inputs"
+        )
     return None
 
 

@@ -12,7 +12,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Masks that are ranges."""
     if others := p.options - {"window", "key_lengths", "sink"}:
-        return f"{', '.join(sorted(others))} is not supported: only window, key_lengths and sink are"
+        return f"{', '.join(sorted(others))} is not supported: only causal, scale, window, key_lengths and sink are"
     if p.Dv > p.D:
         return f"Dv={p.Dv} with D={p.D} is not supported: Dv must not exceed D"
     return unsupported_by_wgmma(p, arch)

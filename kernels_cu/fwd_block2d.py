@@ -19,7 +19,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (X * Y % 32 == 0 and X * Y <= 1024, f"THREADS_X * THREADS_Y = {X * Y} must be a multiple of 32 up to 1024"),
         (M % Y == 0, f"BLOCK_M={M} must be a multiple of THREADS_Y={Y}: all threads have the same number of rows"),
         (N % X == 0, f"BLOCK_N={N} must be a multiple of THREADS_X={X}: all threads have the same number of keys"),
-        (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of 4 * THREADS_X={4 * X}: 4 per thread"),
+        (t.BLOCK_D % (4 * X) == 0, f"BLOCK_D={t.BLOCK_D} must be a multiple of {4 * X}: 4 for each of THREADS_X={X}"),
         (N % 4 == 0 and N % Y == 0, f"BLOCK_N={N} must be a multiple of 4 and of THREADS_Y={Y}"),
         (steps and N % steps[0] == 0 and steps[0] % max(4, Y) == 0,
          (f"BLOCK_N={N} with BLOCK_D={t.BLOCK_D} is not supported at Dv={p.Dv}: V is loaded in steps of BLOCK_N / 2^i "

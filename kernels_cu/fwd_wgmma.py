@@ -332,8 +332,8 @@ def supports_split(p: Problem, arch: Arch | None) -> str | None:
 
 def first_for_split(p: Problem) -> bool:
     """Problems on which, by the estimates, it is faster than fwd_wgmma and fwd_decode: with too few work tiles for the
-    GPU, or few rows of each head of a group. Left to fwd_decode: up to 32 rows of a group. Left to fwd_wgmma, whose
-    scheduler balances them: causal problems in which some rows see few keys and others all."""
+    GPU, or few rows of each head of a group. Left to fwd_decode: up to 32 rows of a group. Left to fwd_wgmma: causal
+    problems in which some rows see few keys and others all, whose work tiles the estimate takes for equally long."""
     if p.ragged or max(p.D, p.Dv) > kernel.max_D or supports_split(p, None):
         return False
     if 0 in (p.B, p.H, p.Sq, p.Sk) or p.Sq * p.group <= 32:

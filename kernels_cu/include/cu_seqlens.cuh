@@ -2,7 +2,7 @@
 //
 // The host does not know the offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin
 // at index cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile indices; those that it does not need are
-// invalid tiles. A block finds the sequence of its tile by binary search.
+// invalid tiles. A block finds the sequence of its tile by binary search, or a warp by testing 32 sequences at a time.
 #pragma once
 
 // A tile of rows: its batch entry and its first row there.

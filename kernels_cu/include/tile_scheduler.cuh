@@ -123,7 +123,7 @@ template <unsigned AT>
 struct SchedulerPipeline : Pipeline<AT, 1> {
     using Pipeline<AT, 1>::full, Pipeline<AT, 1>::empty;
     static constexpr unsigned TILE = Pipeline<AT, 1>::END, END = TILE + 32;
-    static_assert(sizeof(WorkTile) <= 32, "a work tile follows the two barriers");
+    static_assert(sizeof(WorkTile) <= 32, "TILE .. END has room for a work tile");
 
     // `count`: threads that call next().
     static __device__ __forceinline__ void init_barriers(SmemAddr base, unsigned count) {

@@ -21,9 +21,10 @@ def flex_modifications(problem: Problem, option_tensors: Mapping[str, Any]) -> t
     p = problem
     if others := p.options - {"window", "softcap", "alibi", "bias", "mask", "key_lengths", "score"}:
         raise UnsupportedProblem(f"flex: {', '.join(sorted(others))} is not supported by flex_attention")
-    if p.key_lengths and p.causal == "bottom-right" and p.Sq != p.Sk:
+    if p.key_lengths and p.causal != "top-left" and (p.bounds != (None, None) or p.alibi):
         raise UnsupportedProblem(
-            "flex: key_lengths with a bottom-right mask is not supported if Sq != Sk: the diagonal would move"
+            "flex: key_lengths with causal, a window or ALiBi is supported only with a top-left mask: otherwise the "
+            "diagonal depends on the key length of the batch entry"
         )
     scores, masks = _of_file(p, option_tensors) if p.score else ([], [])
     return _chain([*_scores(p, option_tensors), *scores]), _all_of([*_masks(p, option_tensors), *masks])

@@ -112,7 +112,7 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     help="Show the rows of this file; measure nothing.",
 )
 @click.option(
-    "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot TFLOP/s to PREFIX.png and PREFIX.svg."
+    "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot the speed to PREFIX.png and PREFIX.svg."
 )
 @html_option
 @json_option
@@ -124,8 +124,9 @@ def bench_(
 ) -> None:  # fmt: skip
     """Time kernels and other implementations (peers).
 
-    Prints TFLOP/s, percent of a matrix product timed in the same run, and the ratio to a peer. A kernel with a wrong
-    result is not timed. Needs a GPU and PyTorch. The options from --causal to --invariant need --shape: a grid has
+    Prints TFLOP/s, percent of a matrix product timed in the same run, and the ratio to a peer; for decoding and other
+    memory-bound problems GB/s, and percent of reading (or copying) as many bytes. A kernel with a wrong result is not
+    timed. Needs a GPU and PyTorch. The options from --causal to --invariant need --shape: a grid has
     its own.
     """
     if resume and not out:

@@ -176,7 +176,9 @@ def problem_for(kernels: Sequence[Kernel], shape: str, dtype: str, causal: str |
         return kernels[0].adapted(problem) if kernels and all(kernel.latent for kernel in kernels) else problem
     names = {kernel.operation.name if kernel.custom else "attention" for kernel in kernels}
     if len(names) > 1:
-        raise click.UsageError(f"--shape has another meaning for {' and '.join(sorted(names))}: name kernels of one")
+        raise click.UsageError(
+            f"--shape has different meanings for {' and '.join(sorted(names))}: name kernels of one operation"
+        )
     _refuse_options_of_attention(custom[0], causal, scored)
     return suite_of(custom[0]).problem(custom[0], shape, dtype if on_command_line("dtype") else "")
 

@@ -38,7 +38,13 @@ from .output import exit_status, followed, print_json, say
 @score_options
 @tile_option("Default: see --shape.")
 @backend_option()
-@click.option("--timeout", type=Seconds(), default=120.0, show_default=True, help="Time limit per tool, in seconds.")
+@click.option(
+    "--timeout",
+    type=Seconds(),
+    default=120.0,
+    show_default=True,
+    help="Time limit of a tool's run, in seconds: one problem on a GPU, one launch on the CPU.",
+)
 @json_option
 def sanitize_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
@@ -47,8 +53,8 @@ def sanitize_(
     """Find memory and synchronisation errors, by line of the .cu.
 
     Out-of-bounds accesses, races, uninitialised reads, missing waits and barriers, results that depend on the order of
-    threads. Tools: compute-sanitizer on a GPU; on the CPU backend the host compiler's sanitizers, which check more of
-    shared memory.
+    threads. Tools: compute-sanitizer on a GPU; on the CPU backend the host compiler's sanitizers, and checks of the
+    emulator itself.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)

@@ -35,8 +35,8 @@ unsigned thread_of(const Fiber& fiber) { return static_cast<unsigned>(&fiber - c
 uint64_t smem_offset_of(const char* at, uint64_t bytes, Site site) {
     const SharedMemory& smem = current->smem;
     if (at < smem.dynamic || at + bytes > smem.dynamic + smem.dynamic_bytes)
-        trap(site, "%llu bytes at shared memory + %lld, which has %u", static_cast<unsigned long long>(bytes),
-             static_cast<long long>(at - smem.dynamic), smem.dynamic_bytes);
+        trap(site, "out of bounds: %llu bytes at byte %lld of dynamic shared memory, which has %u",
+             static_cast<unsigned long long>(bytes), static_cast<long long>(at - smem.dynamic), smem.dynamic_bytes);
     return at - smem.dynamic;
 }
 

@@ -25,8 +25,8 @@ void read_operand(uint16_t (&to)[DEPTH][WIDEST], uint64_t bits, bool k_major, un
             if (issued) check_fenced(offset, offset + 16, "wgmma reads", site);
         });
     if (read.end > smem.dynamic_bytes)
-        trap(site, "wgmma reads up to shared memory + %llu, which has %u", static_cast<unsigned long long>(read.end),
-             smem.dynamic_bytes);
+        trap(site, "out of bounds: wgmma reads up to byte %llu of dynamic shared memory, which has %u",
+             static_cast<unsigned long long>(read.end), smem.dynamic_bytes);
     report_read(smem.dynamic + read.begin, read.end - read.begin);
 }
 

@@ -28,6 +28,7 @@ from project import ROOT, check_stored, digest, drawn, has_stored_options, print
 from sandbox import attention_forward, attention_paged, attention_varlen, cli
 from sandbox.bench import benchmark, decode, documents, environment, peers, plot, rows, sampled_shapes, serving
 from sandbox.bench import report as bench_report
+from sandbox.bench.flex import flex_modifications
 from sandbox.bench.inputs import asked_of
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Graphs, Limits, Timed, Timing, ceilings_of, measure
@@ -1068,6 +1069,20 @@ def test_flex_makes_a_block_mask_for_each_entry_that_has_its_own(
     q, k, v = torch.zeros(3, 2, 4, 8, 16)
     peers.PEERS["flex"].prepare(Problem(2, 4, 8, 8, 16, **options), q, k, v, {})
     assert made == [(*sizes, 8, 8)]
+
+
+@pytest.mark.parametrize("mask", [{"causal": "bottom-right"}, {"window": (4, None)}, {"alibi": (1, 2)}])
+def test_flex_refuses_key_lengths_with_a_diagonal_that_depends_on_them(mask: dict[str, Any]) -> None:
+    problem = Problem(1, 2, 8, 8, 16, key_lengths=True, **mask)
+    with pytest.raises(UnsupportedProblem, match="the diagonal depends on the key length"):
+        flex_modifications(problem, {})
+
+
+def test_flex_has_key_lengths_and_a_top_left_diagonal() -> None:
+    problem = Problem(1, 2, 4, 8, 16, key_lengths=True, causal="top-left")
+    _, mask = flex_modifications(problem, {"key_lengths": np.array([6])})
+    assert mask is not None
+    assert [[bool(mask(0, 0, i, j)) for j in range(8)] for i in range(4)] == np.tri(4, 8, dtype=bool).tolist()
 
 
 @pytest.mark.parametrize("Sk", [0, 1, 8, 20, 64])
