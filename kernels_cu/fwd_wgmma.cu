@@ -33,11 +33,6 @@
 #include "fwd_load.cuh"
 #include "key_range_consumer.cuh"  // how fwd_wgmma_invariant and fwd_wgmma_split, from the same source, differ
 
-// Release K after Q K^T instead of after P V, so that the next K tile loads during P V: up to +1% with two consumers;
-// with three the additional wait costs 0.5%. For one and four consumers no measurement is recorded. K's stage also
-// holds the list entry of a block map, and the bias tile, read later.
-constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
-
 // ---- producer warps
 
 // The thread that loads K, V, or both, of all work tiles.
@@ -134,23 +129,29 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
             mma_QK(S, j);
             mma_PV(softmax, P, j - 1);
             if (j < turns_end) turn.pass();
-            if (EARLY_K_RELEASE) {
-                wgmma_wait<1>();
-                release_K(j);
-                if (j == last) release_Q();
+            KeyTile tile;
+            if (SCORE_MOD_OVERLAPS_PV) {
+                tile = masked_scores<1>(S, j);
+                wait_PV(softmax, j - 1);
+            } else {
+                if (EARLY_K_RELEASE) {
+                    wgmma_wait<1>();
+                    release_K(j);
+                    if (j == last) release_Q();
+                }
+                tile = read_key_tile(j);
+                const ElementBits visible_bits = load_element_bits(tile);  // overlaps with the MMAs
+                wgmma_wait<0>();
+                warpgroup_fence_operand(S);
+                warpgroup_fence_operand(softmax.O);
+                TIMELINE(softmax);
+                release_V(j - 1);
+                if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
+                if (!EARLY_K_RELEASE && j == last) release_Q();
+                score_mod(S, j, tile);
+                if (BIAS_TILES) release_K(j);
+                mask(S, tile, visible_bits);
             }
-            const KeyTile tile = read_key_tile(j);
-            const ElementBits visible_bits = load_element_bits(tile);  // overlaps with the MMAs
-            wgmma_wait<0>();
-            warpgroup_fence_operand(S);
-            warpgroup_fence_operand(softmax.O);
-            TIMELINE(softmax);
-            release_V(j - 1);
-            if (!EARLY_K_RELEASE && !BIAS_TILES) release_K(j);
-            if (!EARLY_K_RELEASE && j == last) release_Q();
-            score_mod(S, j, tile);
-            if (BIAS_TILES) release_K(j);  // K's stage also holds the bias, which score_mod has read
-            mask(S, tile, visible_bits);
             softmax.update<false>(P, S, state.scale_log2);
             apply_dropout(P, head, warp_row, tile.n0);
             if (j < last) wait_K(j + 1);  // no TIMELINE mark here: with a fourth, the kernel is 1% slower in `timeline`
@@ -165,16 +166,7 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         if (ping_pong) turn.wait();
         mma_QK(S, j);
         if (ping_pong) turn.pass();
-        const KeyTile first = read_key_tile(j);
-        const ElementBits visible_bits = load_element_bits(first);
-        wgmma_wait<0>();
-        warpgroup_fence_operand(S);
-        TIMELINE(softmax);
-        if (!BIAS_TILES) release_K(j);
-        if (begins_key_range(j) && j == last) release_Q();
-        score_mod(S, j, first);
-        if (BIAS_TILES) release_K(j);
-        mask(S, first, visible_bits);
+        const KeyTile first = masked_scores<0>(S, j, begins_key_range(j));
         softmax.update<true>(P, S, state.scale_log2);
         apply_dropout(P, head, warp_row, first.n0);
         if (last > j) wait_K(j + 1);

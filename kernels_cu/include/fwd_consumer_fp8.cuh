@@ -141,8 +141,10 @@ struct ConsumerWarpgroup {
             wait_turn();
             pass_turn();
             wait<KPipeline>(j);
+            __syncwarp();  // all lanes have waited: one that waited after the stage is filled again would wait forever
             release<KPipeline>(j);
             wait<VtPipeline>(j);
+            __syncwarp();
             release<VtPipeline>(j);
         }
     }

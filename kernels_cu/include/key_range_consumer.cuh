@@ -36,14 +36,6 @@ __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& a
 
 struct KeyRangeConsumer : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
-    int PV_n0 = 0;  // with a block map: first key of the tile whose P V comes next
-
-    // Key tile j; P V of the previous one has been issued.
-    __device__ __forceinline__ KeyTile read_key_tile(int j) {
-        const KeyTile tile = WorkTileConsumer::read_key_tile(j);
-        if (Head::HAS_BLOCK_MAP) PV_n0 = tile.n0;  // V is used after K's stage, which has the list entry, is released
-        return tile;
-    }
 
     // Whether key tile j is the first of a range of keys, other than the first range.
     __device__ __forceinline__ bool begins_key_range(int j) const {

@@ -21,7 +21,7 @@ from sandbox.core.source_line import SourceLine
 from sandbox.cpu import compiler
 from sandbox.engine.choose import choose_tile
 from sandbox.launch.dlpack import HOST
-from sandbox.spec import Causal, Problem
+from sandbox.spec import Causal, Problem, Tile
 from sandbox.toolchain import tools
 from sandbox.toolchain.nvrtc import INCLUDE_DIR
 from sandbox.toolchain.sources import included_files
@@ -112,6 +112,19 @@ FAULTS = {
         "thread", "data race", "raced = t;",
     ),
 }  # fmt: skip
+
+
+@needs_sanitizers
+def test_a_lane_that_waits_late_for_a_key_tile_that_only_other_consumers_see() -> None:
+    """Rows 195 and more: consumer 1 has three rows, consumer 2 none. Five key tiles fill each stage again, the first
+    one twice."""
+    kernel = registry.get("fwd_wgmma")
+    tile, problem = (
+        Tile(BLOCK_M=192, BLOCK_N=96, STAGES=2, BLOCKS=132),
+        Problem(1, 2, 195, 389, 64, Hk=1, dtype="float16"),
+    )
+    found = sanitize.on_host("orders", kernel, problem, tile, timeout=60)
+    assert found.clean, found
 
 
 @needs_sanitizers
