@@ -31,7 +31,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, columns of dK and dV, shared memory of an SM."""
     rows = 32 * t.WARPS  # a warp has 32 keys, and 32 rows of dQ
     if rows % t.BLOCK_N or rows % t.BLOCK_M or t.BLOCK_M > 128:
-        return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide {rows}, 32 * WARPS; BLOCK_M is at most 128"
+        return f"BLOCK_M={t.BLOCK_M} and BLOCK_N={t.BLOCK_N} must divide 32 * WARPS = {rows}, with BLOCK_M <= 128"
     share, widest = rows // t.BLOCK_N, max(p.D, p.Dv)
     rules = (
         (

@@ -36,7 +36,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """Requirements of wgmma (Hopper), of tensor maps (alignment, positive strides), and of shared memory."""
+    """Requirements of wgmma (Hopper), of tensor maps (alignment, strides), and of shared memory."""
     if reason := unsupported_by_wgmma(p, arch):
         return reason
     if p.bias and not p.bias_tiles:
@@ -159,7 +159,7 @@ nondeterministic = Kernel(
         Tile(BLOCK_M=128, BLOCK_N=128, STAGES=2),  # D <= 64
         # D <= 128 (D <= 64: with a bias, mask, dropout or Score, or where 128 rows spill), and D <= 192 with Dv <= 128
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),  # other D > 128, and where the tile above spills (D <= 192 with a mask)
     ),
     grid=nondeterministic_grid,
     block=lambda t: (384, 1, 1),

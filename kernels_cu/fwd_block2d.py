@@ -26,7 +26,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
           f"keys that fit BLOCK_N * (BLOCK_D + 4) words, and a step must be a multiple of max(4, THREADS_Y={Y}) keys "
           "(use a larger BLOCK_D)")),
         (owned < 128 or not (p.score and p.score.changes and p.score.hides),
-         f"{owned} registers for S and O per thread spill at Dv={p.Dv} with a Score that has an expression and a mask"),
+         f"{owned} registers for S and O per thread spill at Dv={p.Dv} with a Score that changes x and has a mask"),
         (owned + others <= 255 and X * Y * (owned + others) <= 65536,
          f"{X * Y} threads with {owned} registers for S and O and {others} others exceed the registers at Dv={p.Dv}"),
     )  # fmt: skip

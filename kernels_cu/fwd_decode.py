@@ -121,7 +121,7 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     if reason := unsupported_by_cp_async(p):
         return reason
     if queries(p) * p.group >= 2**31:
-        return f"Sq * H / Hk = {queries(p) * p.group} is not supported: the limit is 2^31 - 1 packed rows"
+        return f"{queries(p) * p.group} packed rows (query rows * H / Hk) are not supported: the limit is 2^31 - 1"
     return None
 
 

@@ -40,7 +40,13 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     rules = (
         (t.BLOCK_M in (16, 32, 64), f"BLOCK_M={t.BLOCK_M} must be 16, 32 or 64: packed rows are N of wgmma"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are M of wgmma"),
-        (smem_bytes(p, t) <= limit, f"tile {t} needs {smem_bytes(p, t)} bytes of shared memory: the limit is {limit}"),
+        (
+            smem_bytes(p, t) <= limit,
+            (
+                f"tile {t} needs {smem_bytes(p, t)} bytes of shared memory: "
+                f"the limit with BLOCKS_PER_SM={t.BLOCKS_PER_SM} is {limit}"
+            ),
+        ),
     )
     return next((sentence for kept, sentence in rules if not kept), None)
 

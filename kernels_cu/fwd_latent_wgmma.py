@@ -91,7 +91,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.STAGES in (4, 5), f"STAGES={t.STAGES} must be 4 or 5: a key tile and a half, or two, are loaded ahead"),
         (
             p.page_size % t.BLOCK_N == 0,
-            f"page_size={p.page_size} is not supported: BLOCK_N={t.BLOCK_N} keys must not cross pages",
+            f"page_size={p.page_size} must be a multiple of BLOCK_N={t.BLOCK_N}: a key tile must not cross pages",
         ),
     )
     return next((reason for holds, reason in rules if not holds), None)

@@ -14,8 +14,8 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
     costly = sorted(p.options - {"window", "sink", "descale", "ragged"})  # options that need registers
     if arch is not None and costly and max(p.D, p.Dv) > 128:
         return (
-            f"D={p.D}, Dv={p.Dv} with {', '.join(costly)} is not supported: the limit is 128, or 192 without options "
-            "other than window, sink, descale and ragged batches, because of registers"
+            f"D={p.D}, Dv={p.Dv} with {', '.join(costly)} is not supported: with options other than window, sink, "
+            "descale and ragged batches the limit is 128, because of registers"
         )
     return unsupported_by_cp_async(p)
 

@@ -102,7 +102,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 //                                        first_own, last: their first and last j
 //   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j < it),
 //                                        state: the thread's lane, g, q, and what lasts longer than a work tile
-//   KeyRangeConsumer (key_range_consumer.cuh)  what differs in fwd_wgmma_invariant, such as begins_key_range
+//   KeyRangeConsumer (key_range_consumer.cuh)  what differs between the three kernels, such as begins_key_range
 struct ConsumerWarpgroup : KeyRangeConsumer {
     using KeyRangeConsumer::KeyRangeConsumer;
 

@@ -72,7 +72,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (
             consumers < 3 or t.LOADS == 1 or p.D == p.Dv == 32 * t.LOADS,
-            f"LOADS={t.LOADS} spills registers at D={p.D}, Dv={p.Dv} with BLOCK_M={t.BLOCK_M}: use LOADS=1",
+            f"LOADS={t.LOADS} spills registers at D={p.D}, Dv={p.Dv} with BLOCK_M={t.BLOCK_M}: use BLOCK_M=128",
         ),
         (
             t.BLOCK_N < 192 or t.LOADS > 1 or not p.causal or p.D < 64,

@@ -36,8 +36,8 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
 };
 
 // A consumer thread in one work tile. Values from shared memory are uniform over the warp, which the compiler does not
-// know. With uniform() it keeps addresses and descriptors in uniform registers: 60 instead of 84 instructions per key
-// tile (D = 128, causal).
+// know. With uniform() it keeps addresses and descriptors in uniform registers: 60 instead of 84 instructions per turn
+// (ping_pong.cuh; D = 128, causal).
 struct WorkTileConsumer : ConsumerTiles {
     using FragmentS = float[BLOCK_N / 2];
     using FragmentP = unsigned[BLOCK_N / 16][4];
@@ -153,7 +153,7 @@ struct WorkTileConsumer : ConsumerTiles {
     }
     // Reads the next work tile into state.scheduler.tile and sets state.has_work_tile, the condition of the loop over
     // work tiles. This work tile's data are copies (ConsumerTiles). With SCHEDULE_LATE, if key tiles are left to drain,
-    // drain_last_tiles does it (SCHEDULE_LATE says why).
+    // drain_last_tiles reads it after it has drained them (SCHEDULE_LATE says why).
     __device__ __forceinline__ void fetch_next_work_tile() {
         if (!SCHEDULE_LATE || last + 1 >= pipeline_tiles()) state.has_work_tile = state.scheduler.next();
     }

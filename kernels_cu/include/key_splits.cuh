@@ -37,8 +37,8 @@ __device__ __forceinline__ float merged(float earlier, float later, float2 facto
 }
 
 // O, m and l of the earlier keys, of one consumer thread. l is the sum of a row, not of a lane. O: vectors of four
-// elements, THREADS of which are adjacent; then a vector for each pair of rows, with their m and l. In shared memory if
-// it fits, otherwise in global memory.
+// elements, the i-th ones of all THREADS threads adjacent; then a vector for each pair of rows, with their m and l. In
+// shared memory if it fits, otherwise in global memory.
 template <class State, int THREADS, bool IN_SMEM>
 struct EarlierKeys {
     static constexpr int VECTORS = State::O_REGISTERS / 4, BLOCK_VECTORS = VECTORS * THREADS + THREADS / 4;

@@ -67,8 +67,8 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const H
         S[i] = head.raw(S[i], QueryRows::index(row, column, i));
 }
 
-// Keys that the thread's rows, `row` and row + 8, see. They are computed once per work tile: if they were not
-// opaque, the compiler would compute them again for each masked tile.
+// Keys that the thread's rows, `row` and row + 8, see. Computed once per work tile: if the ends were not opaque,
+// the compiler would compute them again for each masked tile.
 struct RowKeyRanges {
     Range of_row[2];
     __device__ __forceinline__ RowKeyRanges(const Head& head, int row)

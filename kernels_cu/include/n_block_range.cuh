@@ -54,7 +54,7 @@ struct KeyRange {
     static __device__ __forceinline__ int tiles(int j) { return j < FIRST_LONG ? SHORT : LONG; }
 };
 static_assert(!(MERGE_RANGES || SPLIT_KEYS) || !(Head::HAS_LEFT_BOUND || WALK_BACKWARDS || Head::HAS_BLOCK_MAP),
-              "ranges are counted in key tiles from key 0: a row must see all of them, in ascending order");
+              "ranges are counted in key tiles from key 0: tile j must begin at key j * BLOCK_N");
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 

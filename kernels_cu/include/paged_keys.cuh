@@ -1,4 +1,5 @@
-// Keys in pages, as views of whole tiles (seqlen.cuh). Included by it, after SeqlenInfo, if PAGE_SIZE is set.
+// Keys in pages, as arguments of the functions that load tiles (tensor.cuh, mma_smem.cuh). Included by seqlen.cuh,
+// after SeqlenInfo, if PAGE_SIZE is set.
 #pragma once
 
 // View (view.cuh) for keys in pages: row s is key s, and a row beyond the last key has the address of the last one.

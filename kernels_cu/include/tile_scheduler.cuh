@@ -85,7 +85,7 @@ __device__ __forceinline__ void for_each_window_work_tile(const Score& score, un
 #if !RAGGED
 // The work tiles of a static order: m_block < m_blocks() of each head < heads(). With PACK_GQA a group of heads counts
 // as one head; with SPLIT_KEYS each of the `splits` ranges of a head's keys counts as a head. INVARIANT: the last
-// ranges, which are the longest ones, first.
+// ranges first, since those after the first SHORT_RANGES are twice as long (KeyRange).
 struct StaticWorkTiles {
     const unsigned H, group, splits;
     __device__ __forceinline__ unsigned m_blocks(const Score& score) const {

@@ -10,7 +10,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// Matrix descriptor of wgmma: a matrix in shared memory. Created by swizzle.cuh.
+// Matrix descriptor of wgmma: a matrix in shared memory. Created by swizzle.cuh and bwd_consumer_keys.cuh.
 struct Descriptor {
     unsigned low, high;
     __device__ __forceinline__ unsigned long long bits() const {

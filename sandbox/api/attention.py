@@ -46,8 +46,8 @@ def attention_forward(
     below, diagonal is Sk - Sq, or 0 with "top-left".
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
-    The following score options are off by default and are applied in this order. Arrays are of q's library, on q's
-    device, with any strides.
+    The following score options are off by default. The first four are applied in this order to x = scale * q . k.
+    Arrays are of q's library, on q's device, with any strides.
     softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + diagonal - j|
     is subtracted. bias: broadcastable to (B, H, Sq, Sk), float32 or out's dtype; added. score: a `sandbox.Score`, the
     user's own expressions. window: (left, right); query i attends to keys i + diagonal - left to i + diagonal + right,
@@ -147,11 +147,11 @@ def attention_varlen(
     uninitialised.
 
     The options are those of `attention`; i, j, Sq and Sk are relative to a sequence, and b is its index. bias and mask
-    broadcast to (B, H, max_seqlen_q, max_seqlen_k), by default and at most total_q and total_k; sequence b reads the
-    first rows and columns of bias[b] and mask[b]. Without bias and mask, max_seqlen_* have no effect. With a bias or
-    mask, a sequence longer than max_seqlen_* is an error on the CPU backend. On a GPU, out, lse and gradients are NaN
-    for its queries from max_seqlen_q on; its keys from max_seqlen_k on are hidden, and their gradients are NaN. With
-    SANDBOX_CHECKED=1 it is an error on a GPU, too.
+    broadcast to (B, H, max_seqlen_q, max_seqlen_k); sequence b reads the first rows and columns of bias[b] and mask[b].
+    max_seqlen_* are total_q and total_k by default; larger values are reduced to these. Without bias and mask they have
+    no effect. With a bias or mask, a sequence longer than max_seqlen_* is an error on the CPU backend. On a GPU, out,
+    lse and gradients are NaN for its queries from max_seqlen_q on; its keys from max_seqlen_k on are hidden, and their
+    gradients are NaN. With SANDBOX_CHECKED=1 it is an error on a GPU, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
     `attention` is. Invalid cu_seqlens are an error on the CPU backend and with SANDBOX_CHECKED=1; otherwise the results
@@ -192,9 +192,9 @@ def attention_paged(
     in `attention_varlen`.
 
     The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query attends to the last valid
-    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where Sq is max_seqlen_q with cu_seqlens_q, by
-    default and at most total_q. Without bias and mask, max_seqlen_q has no effect; without cu_seqlens_q it raises
-    UnsupportedProblem.
+    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where with cu_seqlens_q Sq is
+    max_seqlen_q: by default total_q, to which larger values are reduced. Without bias and mask, max_seqlen_q has no
+    effect; without cu_seqlens_q it raises UnsupportedProblem.
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32; with cu_seqlens_q they are
     (total_q, H, Dv) and (H, total_q). It has no gradient. A page number out of range, a key length beyond the table and

@@ -276,7 +276,7 @@ def _check_count(kernel: Kernel, inputs: int) -> None:
     names = operation_of(kernel).inputs
     if inputs != len(names):
         raise UnsupportedProblem(
-            f"{kernel.name} takes {len(names)} inputs, and {inputs} were passed: {', '.join(names)}"
+            f"{kernel.name} takes {len(names)} inputs ({', '.join(names)}), and {inputs} were passed"
         )
 
 
@@ -290,12 +290,10 @@ def problem_of(kernel: Kernel, views: Sequence[ArrayView]) -> OperationProblem:
         if len(view.shape) != len(tensor.dims):
             raise UnsupportedProblem(f"{kernel.name}: {name} has shape {view.shape}: it must be ({dims})")
         for dim, size in zip(tensor.dims, view.shape, strict=True):
-            expected, first = (dim, "the spec") if isinstance(dim, int) else sizes.setdefault(dim, (size, name))
+            expected, first = (dim, "") if isinstance(dim, int) else sizes.setdefault(dim, (size, name))
             if size != expected:
-                raise UnsupportedProblem(
-                    f"{kernel.name}: {name} has shape {view.shape}: it must be ({dims}), and {dim} is {expected} in "
-                    f"{first}"
-                )
+                where = f", and {dim} is {expected} in {first}" if first else ""
+                raise UnsupportedProblem(f"{kernel.name}: {name} has shape {view.shape}: it must be ({dims}){where}")
         wanted = tensor.dtype or dtype
         if wanted and view.dtype != wanted:
             reason = f"{dtype_from} has" if not tensor.dtype else "the spec gives"

@@ -72,7 +72,8 @@ BLOCK_TABLE = "block_table"  # of a paged batch: the last array
 
 
 class Options(NamedTuple):
-    """What a call computes and how, without its arrays. Hashable: part of the key of a plan.
+    """What a call computes and how, without its arrays. Part of the key of a plan: `dispatch` makes it hashable, by
+    converting a tile that is a dict and a scale that is an array.
 
     Construct and copy it by keyword only (`Options(causal=True)`, `replace(options, …)`), read it by field. The fields
     that `basic_options` sets come first.

@@ -26,7 +26,7 @@ from .validate import DTYPES, argument_name, check_contents, problem_of, unreada
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
-_TENSORS = {  # {name in the public functions: name in the specs}, where they differ
+_TENSORS = {  # {name in plans: name in the specs}, where they differ
     "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE",
     **{name: BY_NAME[name].argument for name in ARRAYS},
 }  # fmt: skip
@@ -202,10 +202,10 @@ def _plan(
 
 
 def with_packed_heads(p: Problem) -> Problem:
-    """The problem of a forward's launch. With `invariant`, one query in a dense batch, no top-left mask, and only
-    options of SAME_FOR_GROUP, the heads of a group become queries of one head (packed GQA), so that each key is read
-    once for all of them. Otherwise `p`: without `invariant`, kernels for decoding are chosen, which pack the heads
-    themselves."""
+    """The problem of a forward's launch. With `invariant`, one query per batch entry (dense or paged, not ragged), no
+    top-left mask, and only options of SAME_FOR_GROUP, the heads of a group become queries of one head (packed GQA), so
+    that each key is read once for all of them. Otherwise `p`: without `invariant`, kernels for decoding are chosen,
+    which pack the heads themselves."""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     if not (p.invariant and p.Sq == 1 and p.group > 1 and alike) or p.ragged:
         return p

@@ -28,8 +28,7 @@ def rotate(q: Any, k: Any, seed: int = 0) -> tuple[Any, Any]:
 
 def _rotated(x: Any, seed: int) -> Any:
     """By the fast Hadamard transform, in float32 or wider. The factor n^-1/2 comes first, so that no intermediate is
-    larger in magnitude than the largest result: the sum or the difference of two numbers is at least as large as
-    either."""
+    larger in magnitude than the largest result: the larger one of |a + b| and |a - b| is |a| + |b|."""
     D = x.shape[-1]
     size, half = D & -D, 1
     minus = np.flatnonzero(np.random.default_rng(seed).random(D) < 0.5).tolist()

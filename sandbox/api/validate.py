@@ -23,8 +23,8 @@ from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPT
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
-    """The problem that arrays define; `views` by their names in the public functions. Raises UnsupportedProblem naming
-    the unsupported value, SpecError for an invalid option."""
+    """The problem that arrays define; `views` by their names in plans (`argument_name` gives the caller's). Raises
+    UnsupportedProblem naming the unsupported value, SpecError for an invalid option."""
     q, k, v = views["q"], views["k"], views["v"]
     for name in ("q", "k", "v"):
         _check_tensor(argument_name(name, views), views[name])
@@ -101,7 +101,8 @@ def _latent(views: Mapping[str, ArrayView]) -> bool:
 def _check_map(view: ArrayView, p: Problem) -> None:
     if p.mask:
         raise UnsupportedProblem(
-            "score has a block map, which contains only the mask of the score: leave out mask=, or with_blocks"
+            "score has a block map, which contains only the mask of the score: omit mask=, or pass the score without "
+            "with_blocks"
         )
     assert p.score is not None
     if p.page_size or p.ragged or not p.score.hides:
@@ -230,7 +231,7 @@ def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, options: Options, out_
         found[name] = shape if array.shape_is_field else True
     if bias := views.get("bias"):
         if bias.dtype not in (out_dtype, "float32"):
-            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32, or {out_dtype} as out")
+            raise UnsupportedProblem(f"bias is {bias.dtype}: it must be float32, or {out_dtype}, the dtype of out")
         found["bias_dtype"] = bias.dtype
     return found
 
@@ -284,7 +285,7 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
 def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
     """Raises LaunchError for contents of host arrays that the CPU backend rejects: cu_seqlens that do not match q or k,
     sequences longer than max_seqlen, pages that do not exist. The kernels check the same, but their messages name no
-    value. `arrays`: by their names in the public functions; of q, k and v only the names are used."""
+    value. `arrays`: by their names in plans; of q, k and v only the names are used."""
     for which, name, rows in zip("qk", CU_SEQLENS, p.rows, strict=True):
         if name in arrays:
             _check_offsets(name, argument_name(which, arrays), host_array(arrays[name]), rows)

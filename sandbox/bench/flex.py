@@ -20,7 +20,7 @@ def flex_modifications(problem: Problem, option_tensors: Mapping[str, Any]) -> t
     """
     p = problem
     if others := p.options - {"window", "softcap", "alibi", "bias", "mask", "key_lengths", "score"}:
-        raise UnsupportedProblem(f"flex: {', '.join(sorted(others))} is not supported by flex_attention")
+        raise UnsupportedProblem(f"flex: {', '.join(sorted(others))} not supported by this peer")
     if p.key_lengths and p.causal != "top-left" and (p.bounds != (None, None) or p.alibi):
         raise UnsupportedProblem(
             "flex: key_lengths with causal, a window or ALiBi is supported only with a top-left mask: otherwise the "

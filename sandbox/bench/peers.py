@@ -119,8 +119,8 @@ def _check_memory(name: str, problem: Problem, bytes_a_score: int, q: Any) -> No
     have = _SHARE * torch.cuda.get_device_properties(q.device).total_memory
     if need > have:
         raise UnsupportedProblem(
-            f"{name}: {problem} is not supported: its scores take {need / 1e9:.0f} GB, and the limit is "
-            f"{have / 1e9:.0f} GB"
+            f"{name}: {problem} is not supported: its scores take {need / 1e9:.0f} GB, and the limit, a "
+            f"quarter of the GPU's memory, is {have / 1e9:.0f} GB"
         )
 
 

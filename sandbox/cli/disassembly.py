@@ -49,7 +49,7 @@ def _command(language: str, doc: str) -> None:
     @click.option("--arch", help="Architecture, such as sm_90a. Default: this machine's GPU, else sm_90a.")
     @click.option("--diff", "reference", metavar="REF",
                   help="Compare with a git revision, tile, .cu file, or history:N (stored by watch).")  # fmt: skip
-    @click.option("--summary", is_flag=True, help="Omit the list of instructions.")
+    @click.option("--summary", is_flag=True, help="Omit the list of instructions on the terminal and in --json.")
     @html_option
     @json_option
     def show(

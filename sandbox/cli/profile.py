@@ -60,7 +60,7 @@ from .output import print_json, save_page, say, screen
     help="Prefix of the output files. Default: a name in .sandbox/profiles.",
 )
 @click.option("--show", "shown", type=click.Path(path_type=Path), metavar="PREFIX", multiple=True,
-              help="Show the stored profile with this prefix; measure nothing. Given twice: compare.")  # fmt: skip
+              help="Show ncu's stored profile with this prefix; measure nothing. Given twice: compare.")  # fmt: skip
 @click.option(
     "--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot the roofline to PREFIX.png and PREFIX.svg."
 )
@@ -75,7 +75,7 @@ def profile_(
     """Profile one launch with Nsight.
 
     Prints time, tensor-core use, memory traffic compared with the IO model, and stalls by source line. The Nsight
-    report is stored, and also its pages as text, which --show reads without Nsight and without a GPU.
+    report is stored, and of ncu also its pages as text, which --show reads without Nsight and without a GPU.
     """
     spec = registry.entry_owner(kernel)  # raises UnknownKernel
     if shown:

@@ -113,7 +113,7 @@ class Problem:
         set_(self, "descale", dtypes.normalise_descale(self.descale, self.dtype_of("K"), self.B, self.H, self.Hk))
         check_products(self.scale, self.softcap, [n for n in self.descale[:2] if isinstance(n, float)])
         if self.latent and self.Dv > self.D:
-            raise SpecError(f"latent=True with Dv={self.Dv} and D={self.D} is not possible: v is a view of k's columns")
+            raise SpecError(f"latent=True needs Dv <= D, not Dv={self.Dv} with D={self.D}: v is a view of k's columns")
         for name, value in _paged_fields(self.page_size, self.pages, self.B, self.Sk).items():
             set_(self, name, value)
         self._check_tensors()

@@ -141,7 +141,7 @@ class Table:
 
 
 def spilled(kernel: Kernel, problem: Problem, tile: Tile, arch: Arch | None) -> int:
-    """Bytes of registers per thread that `tile` spills, by the kernel's table; 0: none, or not in the table."""
+    """Bytes per thread of spill stores and loads with `tile`, by the kernel's table; 0: none, or not in the table."""
     file = path(kernel)
     try:
         changed = file.stat().st_mtime_ns

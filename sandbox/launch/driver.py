@@ -165,7 +165,7 @@ def _current_context() -> int | None:
 def device(ordinal: int = 0) -> Device:
     """The GPU with this number. Raises GpuUnavailable."""
     if ordinal >= device_count():
-        raise GpuUnavailable(f"there is no GPU {ordinal}: this process can use {device_count()}")
+        raise GpuUnavailable(f"there is no GPU {ordinal}: this process can use 0 to {device_count() - 1}")
     driver = _bindings()
     handle = _call("cuDeviceGet", ordinal)
     name = _call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode()

@@ -7,7 +7,7 @@ from typing import Any
 
 from .array_view import ArrayView
 
-IGNORED_MASK = "its mask would be ignored; pass its numbers (.filled(0)), and what is hidden as mask="
+IGNORED_MASK = "its mask would be ignored; pass its numbers (.filled(0)), and what is visible as mask="
 
 
 class Library:

@@ -178,6 +178,7 @@ def box_of(name: str, p: Problem, tensor: Tensor, rows: int) -> Box:
         elif 0 not in size and not 0 < stride[i] < (2**34 if there else 2**40):
             raise UnsupportedProblem(
                 f"{name} with a stride of {stride[i] // itemsize} elements in {dimension} is not supported: a tensor "
-                f"map needs positive strides (pass a contiguous copy, or choose another kernel)"
+                f"map needs positive strides below 2^{34 if there else 40} bytes (pass a contiguous copy, or choose "
+                "another kernel)"
             )
     return Box.of(tensor.pointer, size, stride, rows, itemsize)

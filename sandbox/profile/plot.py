@@ -20,7 +20,7 @@ def draw(profiles: Sequence[Profile], prefix: Path | str) -> list[Path]:
     known = [p for p in profiles if p.tflops and p.counters.dram_read and p.counters.dram_peak and p.tensor_peak]
     if not known:
         raise UnsupportedProblem(
-            "a roofline needs metrics that the report lacks: time, DRAM bytes and throughput, clock, SMs"
+            "a roofline needs matrix products, time, DRAM bytes and throughput, clock, SMs: one of them is not known"
         )
     with picture.figure(8, 4.5, dpi=125) as figure:
         axis = figure.add_subplot()

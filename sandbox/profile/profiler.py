@@ -42,7 +42,7 @@ _COUNTERS = (
     "this user may not read the GPU's performance counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 "
     "for the kernel module nvidia; in a container, --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
 )
-_OTHER_VERSION = "{} was not written by this version of this package: profile again"
+_OTHER_VERSION = "{} is not a profile of ncu by this version of this package: profile again with it"
 _SECONDS = 600
 _MOST_OUTPUT = 256 * 2**20  # bytes; a page of a report has a line per instruction
 # Floating-point operations per cycle and SM of dense fp16 tensor-core products with fp32 accumulation (NVIDIA's

@@ -37,7 +37,7 @@ def paper_block_sizes(smem_bytes: int, D: int, itemsize: int) -> tuple[int, int]
     Source: FlashAttention (Dao et al. 2022), Algorithm 1, line 1.
     """
     if D < 1 or itemsize < 1 or smem_bytes < itemsize:
-        raise ValueError(f"smem_bytes={smem_bytes} must hold an element, itemsize={itemsize} and D={D} be positive")
+        raise ValueError(f"smem_bytes={smem_bytes} must be at least itemsize={itemsize}, and both and D={D} positive")
     M = smem_bytes // itemsize
     BLOCK_N = -(-M // (4 * D))
     return min(BLOCK_N, D), BLOCK_N

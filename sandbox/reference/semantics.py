@@ -73,7 +73,7 @@ def shape_of(q: Array, k: Array, v: Array) -> Shape:
         raise ValueError(f"q must be (B, H, Sq, D), k (B, Hk, Sk, D) and v (B, Hk, Sk, Dv); got {shapes}")
     (B, H, Sq, D), (Bk, Hk, Sk, Dk) = q.shape, k.shape
     if (Bk, Dk) != (B, D) or 0 in (D, v.shape[3]):
-        raise ValueError(f"q, k and v must share B, q and k D, and D and Dv must be at least 1; got {shapes}")
+        raise ValueError(f"q, k, v must have the same B, q and k the same D, and D and Dv be at least 1; got {shapes}")
     if Hk == 0 or H % Hk:
         raise ValueError(f"H={H} query heads must be a multiple of Hk={Hk} key/value heads; got {shapes}")
     return Shape(B, H, Hk, Sq, Sk, D, v.shape[3])

@@ -42,7 +42,7 @@ _TOOLS = {
 READERS = (  # programs that open the output files, here or elsewhere
     "files of --html open in any browser, without a network",
     "files of timeline --trace open in ui.perfetto.dev and chrome://tracing",
-    "reports of profile open in Nsight Compute and Nsight Systems, and as text with profile KERNEL --show",
+    "reports of profile open in Nsight Compute and Nsight Systems, those of ncu as text with profile KERNEL --show",
 )
 
 

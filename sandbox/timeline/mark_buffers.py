@@ -47,7 +47,7 @@ def steps_of(source: Path) -> tuple[str, ...]:
     found = (DONE, *sorted(names - {DONE}))
     if len(found) > MOST_STEPS:
         raise UnsupportedProblem(
-            f"{source.name} has {len(found)} steps including {DONE}: at most {MOST_STEPS} are supported"
+            f"{source.name} has {len(found) - 1} steps: at most {MOST_STEPS - 1}, without {DONE}, are supported"
         )
     return found
 

@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused() -> None:
     q = drawn(1, 2, S, 32)
     tile_map = sandbox.block_map(DOCUMENTS, Problem(1, 2, S, S, 32))
     score = DOCUMENTS.with_blocks(tile_map)
-    with pytest.raises(UnsupportedProblem, match="leave out mask="):
+    with pytest.raises(UnsupportedProblem, match="omit mask="):
         sandbox.attention_forward(q, q, q, score=score, mask=np.ones((S, S), bool))
     with pytest.raises(UnsupportedProblem, match="block_map returns for"):
         sandbox.attention_forward(q, q, q, score=DOCUMENTS.with_blocks(tile_map[:, :, :-1]))

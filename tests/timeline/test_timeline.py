@@ -122,7 +122,7 @@ def test_block_numbers_in_a_grid_of_three_dimensions(tmp_path: Path) -> None:
 def test_too_many_steps_are_rejected(tmp_path: Path) -> None:
     source = tmp_path / "many.cu"
     source.write_text("\n".join(f"TIMELINE(step_{n});" for n in range(mark_buffers.MOST_STEPS)))
-    with pytest.raises(UnsupportedProblem, match="has 17 steps including done: at most 16 are supported"):
+    with pytest.raises(UnsupportedProblem, match="has 16 steps: at most 15, without done, are supported"):
         mark_buffers.steps_of(source)
     source.write_text(source.read_text().replace("step_7", "done"))
     assert mark_buffers.steps_of(source)[0] == "done"
