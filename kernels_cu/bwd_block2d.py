@@ -28,9 +28,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (N % Y == 0 and N % X == 0 and N % 4 == 0,
          f"BLOCK_N={N} must be a multiple of THREADS_X={X}, THREADS_Y={Y} and 4: all threads have equal shares"),
         (owned < 160 or arch is None or not (p.dropout or p.score or ((p.bias or p.mask) and arch < (9, 0))),
-         f"{owned} registers for gradients, S, dP spill with dropout or a Score; before sm_90 with a bias or mask"),
+         (f"{owned} registers per thread for gradients, S, dP spill with dropout or a Score, "
+          "before sm_90 also with a bias or mask")),
         (owned + 80 <= 255 and X * Y * (owned + 80) <= 65536,
-         f"{X * Y} threads with {owned} registers for gradients, S, dP and 80 others exceed the registers at D={p.D}"),
+         (f"{X * Y} threads of {owned + 80} registers, {owned} for gradients, S, dP, are too many at {p.widths}: "
+          "at most 255 each, 65536 in all")),
     )  # fmt: skip
     return next((reason for holds, reason in rules if not holds), None)
 

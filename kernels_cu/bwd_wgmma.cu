@@ -15,9 +15,9 @@
 //   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM 129 ... 192
 //     with HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers, and the wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...
 //     (bwd_consumer_narrow_v.cuh).
-//   BLOCK_N = 64 (other HEAD_DIM > 128, and with a mask): a consumer owns half of the queries of P^T and dS^T, and half
-//     of the columns of dK, dV and dQ (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
-//     Adds dQ to dQ_accum from registers (red.global.add); if DETERMINISTIC, warps 2 and 3 order these additions.
+//   BLOCK_N = 64 (other HEAD_DIM > 128, and if the case above spills): a consumer owns half of the queries of P^T and
+//     dS^T, and half of the columns of dK, dV and dQ (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1
+//     dQ1 dK1 S2 ... It adds dQ from registers (red.global.add); if DETERMINISTIC, warps 2 and 3 order this.
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] |
 //                  dQ if BLOCK_N = 128, P [2][BLOCK_M][BLOCK_N] if 64 |
 //                  bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys

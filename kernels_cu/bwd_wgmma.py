@@ -60,11 +60,11 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """The tile for each head dimension, stages, and limits of shared memory."""
     smem = smem_bytes(p, t)
     key_rows = 128 if p.D <= 128 or (t.BLOCK_N == 128 and p.D <= 192 and p.Dv <= 128) else 64
-    fits = (64 if p.D > 64 else t.BLOCK_M, key_rows)
+    fits = (128 if t.BLOCK_M == 128 and p.D <= 64 else 64, key_rows)
     rules = (
         (
             fits == (t.BLOCK_M, t.BLOCK_N),
-            f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N} is not supported at D={p.D}: use {fits[0]} and {fits[1]}",
+            f"BLOCK_M={t.BLOCK_M}, BLOCK_N={t.BLOCK_N} is not supported at {p.widths}: use {fits[0]} and {fits[1]}",
         ),
         (
             t.BLOCK_M < 128 or not (p.bias or p.mask or (p.score and p.score.hides)),
@@ -274,7 +274,7 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
     """Also requires a mask of ranges, from which the kernel computes the order of additions to a dQ tile."""
     if p.has_block_map:
-        return f"{mask_of(p)} is not supported: additions to dQ are ordered by key ranges"
+        return f"{mask_of(p)} is not supported: the order of additions to dQ is computed from ranges of visible keys"
     return supports(p, arch)
 
 

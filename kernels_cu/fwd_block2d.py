@@ -28,7 +28,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (owned < 128 or not (p.score and p.score.changes and p.score.hides),
          f"{owned} registers for S and O per thread spill at Dv={p.Dv} with a Score that changes x and has a mask"),
         (owned + others <= 255 and X * Y * (owned + others) <= 65536,
-         f"{X * Y} threads with {owned} registers for S and O and {others} others exceed the registers at Dv={p.Dv}"),
+         (f"{X * Y} threads of {owned + others} registers, {owned} for S and O, are too many at Dv={p.Dv}: "
+          "at most 255 each, 65536 in all")),
     )  # fmt: skip
     return next((reason for holds, reason in rules if not holds), None)
 

@@ -133,7 +133,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
             p.page_size % t.BLOCK_N == 0 or t.BLOCK_N == 16,
-            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}: use 16 for tiles that cross pages",
+            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}, or be 16: only tiles of 16 keys may cross pages",
         ),
         (
             t.BLOCK_M * width <= MAX_ACCUMULATORS,

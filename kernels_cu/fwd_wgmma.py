@@ -326,7 +326,7 @@ def supports_split(p: Problem, arch: Arch | None) -> str | None:
     j * BLOCK_N."""
     if not ascending_from_0(p):
         given = f"window={p.window}" if p.bounds[0] is not None else "alibi" if p.alibi else mask_of(p)
-        return f"{given} is not supported: splits are ranges of key tiles that are counted from key 0"
+        return f"{given} is not supported: with splits, key tile j must begin at key j * BLOCK_N"
     return supports(p, arch)
 
 

@@ -46,7 +46,7 @@ def text(rows: Iterable[Row]) -> str:
         "",
         "Random mutations of Python files (host) and kernels, and how many the tests kill. Each mutation is tested by",
         "the tests that execute its line or launch its kernel, the cheapest first, until their recorded times without",
-        "a mutation add up to 40 s or 120 s (the limit of a run, which is not recorded). The column “killed” counts",
+        "a mutation add up to 40 s in some runs, to 120 s in others (not recorded). The column “killed” counts",
         "the mutations that these tests kill, the next column also those that only other tests of `make test` or",
         "`make test-all` kill. Each seed is one random sample, drawn after the tests existed; tests that are written",
         "later do not change its numbers. `sandbox` is `sandbox/__init__.py`. Written from",

@@ -39,7 +39,7 @@ static_assert(
     SPLIT_HEAD_DIM ? HEAD_DIM > 128 && BLOCK_M == 64 : BLOCK_N == 128,
     "BLOCK_N is 128 or, beyond HEAD_DIM 128, 64: a consumer has 64 keys, or half of the columns of dK and dV");
 static_assert(BLOCK_M == 64 || (BLOCK_M == 128 && HEAD_DIM <= 64),
-              "BLOCK_M = 128 exceeds the register file beyond HEAD_DIM 64");
+              "BLOCK_M is 64 or, up to HEAD_DIM 64, 128: a larger tile exceeds the register file");
 static_assert(!BIAS || BIAS_TILES, "this bias has no tensor map: use bwd_mma");
 static_assert(!BIAS || BLOCK_M == 64, "TMA boxes of the bias have 64 rows");
 static_assert(!BIAS || HEAD_DIM <= 128, "a bias exceeds shared memory beyond HEAD_DIM 128: use bwd_mma");

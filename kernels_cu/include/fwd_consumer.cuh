@@ -118,8 +118,9 @@ struct WorkTileConsumer : ConsumerTiles {
         apply_mask(S, head, warp_row + state.g, tile.n0, state.q, row_keys, fully_visible_keys, tile.mask_allows_all,
                    element_bits);
     }
-    // Waits for S = Q K^T of key tile j, and turns it into masked raw scores. IN_FLIGHT: later MMAs that may be
-    // running.
+    // Waits for S = Q K^T of key tile j, releases K, and turns S into masked raw scores. IN_FLIGHT: later MMAs that may
+    // be running. releases_last_Q: whether Q is released if j is the last tile; `consume` releases it if j is also the
+    // consumer's first one.
     template <int IN_FLIGHT>
     __device__ __forceinline__ KeyTile masked_scores(FragmentS& S, int j, bool releases_last_Q = true) {
         const KeyTile tile = read_key_tile(j);

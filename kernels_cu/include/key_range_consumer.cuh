@@ -51,17 +51,17 @@ struct KeyRangeConsumer : WorkTileConsumer {
         if (SPLIT_KEYS) return;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
     }
-    // O is complete after P V of tile j.
+    // Waits for P V of tile j, with which O is complete so far, and releases V.
     __device__ __forceinline__ void wait_PV(SoftmaxState& softmax, int j) {
         wgmma_wait<0>();
         warpgroup_fence_operand(softmax.O);
         release_V(j);
     }
 
-    // Sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may contain NaN,
-    // and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (With pages TMA has filled these
-    // rows with zeros; they are cleared anyway.) Every consumer does this for itself: they write equal values, without
-    // order, which `sanitize` reports as a race.
+    // INVARIANT: sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may
+    // contain NaN, and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (With pages, and in
+    // a ragged batch, TMA has filled these rows with zeros; they are cleared anyway.) Every consumer does this for
+    // itself: they write equal values, without order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - (Head::HAS_BLOCK_MAP ? PV_n0 : n0(j));
         if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || first >= BLOCK_N) return;

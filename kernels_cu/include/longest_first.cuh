@@ -73,8 +73,8 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
         // heads: as many as have Q and dO in a third of L2. dQ_accum is in L2, too, so if HEAD_DIM > 64 and heads < 7,
-        // the group has one head (16 x 512: +1.9%, random lengths up to 883: +2.7%; at D = 64 it would cost 0.7%). From
-        // 7 heads on it has all of them (4 x 512: 4.3% faster than with heads / 2).
+        // the group has one head, max(heads / 4, 1) (16 x 512: +1.9%, random lengths up to 883: +2.7%; at D = 64 it
+        // would cost 0.7%). From 7 heads on it has all of them (4 x 512: 4.3% faster than with heads / 2).
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
         return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
     }

@@ -1,5 +1,5 @@
 // The m_blocks of a backward work tile: for each of its query heads, the m_blocks to which some key of the n_block is
-// visible. They follow from the mask's ranges or from a block map.
+// visible: those in the mask's range of query rows, without those that a block map, if there is one, hides.
 #pragma once
 #include "score_mod.cuh"
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// reduce(x) over the warps of a block of `threads` threads, a multiple of 32; reduce: over the lanes of a warp.
+// Reduces x over a block of `threads` threads, a multiple of 32, with `reduce`, which does so over the lanes of a warp.
 // partial: 32 floats of shared memory. identity: of the reduction.
 template <int threads, class Reduce>
 __device__ __forceinline__ float block_reduce(float x, float identity, float* partial, const Reduce& reduce) {

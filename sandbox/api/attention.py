@@ -40,8 +40,8 @@ def attention_forward(
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H. Dtypes: float32, float16 or bfloat16,
     the same for all; or float8 (e4m3fn, e5m2), where k has q's dtype and v either of the two; or q in float16 or
     bfloat16 with k and v in float8. float8 has no gradient. Any strides with a unit stride in D. NumPy, CuPy, PyTorch
-    or other DLPack arrays, all of one library and on one device. Latent attention: if v is a view of the first Dv
-    columns of k, the data is read once, and D may be up to 576 on Hopper GPUs (forward only).
+    or other DLPack arrays, all of one library and on one device. Latent attention (forward only): if v is a view of
+    the first Dv columns of k, D <= 576 and Dv <= 512 on Hopper GPUs; for D > 256 the data is read once.
     causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i. In the options
     below, diagonal is Sk - Sq, or 0 with "top-left".
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
@@ -67,8 +67,8 @@ def attention_forward(
 
     invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
     the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
-    dense, ragged or in pages. They are equal on GPUs of one architecture (docs/bits.md). Not with dropout, which
-    depends on the indices of a row. With q in float8 no kernel with tensor cores supports it.
+    dense, ragged or in pages. They are equal on GPUs of one architecture (docs/bits.md). With dropout, out also
+    depends on the indices of the row. With q in float8 no kernel with tensor cores supports it.
 
     kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
     (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or

@@ -94,8 +94,9 @@ def append_kv(
     float8: values are then converted without a factor, and those beyond the range become the largest number.
 
     A page number out of range, a row beyond the table or the cache and invalid cu_seqlens are errors on the CPU backend
-    and with SANDBOX_CHECKED=1; else a GPU does not write such rows. Raises UnsupportedProblem naming the unsupported
-    value; CompileError, ToolchainMissing, GpuUnavailable, DriverError, LaunchError.
+    and with SANDBOX_CHECKED=1; else a GPU skips rows without a place in a page or cache, and with invalid cu_seqlens
+    may write wrong rows. Raises UnsupportedProblem naming the unsupported value; CompileError, ToolchainMissing,
+    GpuUnavailable, DriverError, LaunchError.
     """
     dense, ragged = block_table is None, cu_seqlens is not None
     given = {"k_new": k_new, "v_new": v_new, "k_pages": k_pages, "v_pages": v_pages, "key_lengths": key_lengths}

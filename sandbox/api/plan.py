@@ -58,7 +58,7 @@ def forward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., t
     if copied := unreadable(views, problem):
         return _copying_plan(run, library, views, [names.index(name) for name in copied], options)
     out = (problem.batches, problem.H, problem.rows[0], problem.Dv)
-    results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype_of("O")), "LSE": _rows(problem)}
+    results = {"O": (out, dense_strides(out, views["q"].strides), problem.dtype_of("O")), "LSE": _lse_layout(problem)}
     return _checking_plan(_plan("forward", problem, library, views, arrays[0], results, options), problem, views)
 
 
@@ -138,7 +138,7 @@ def _view(library: Library, name: str, shown: str, array: Any) -> ArrayView:
 _Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to allocate
 
 
-def _rows(problem: Problem) -> _Layout:
+def _lse_layout(problem: Problem) -> _Layout:
     """The layout of LSE: one number per query row."""
     shape = (problem.batches, problem.H, problem.rows[0])
     return shape, dense_strides(shape), "float32"

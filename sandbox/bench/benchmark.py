@@ -122,7 +122,8 @@ def run(
     kernels = list(kernels)
     if odd := [kernel for kernel in kernels if kernel.computes != computes]:
         raise UnsupportedProblem(
-            f"{odd[0].name} computes the {odd[0].operation.name}: it cannot be timed as a {computes}"
+            f"{odd[0].name} computes the {odd[0].operation.name}: bench times forward kernels, or with --backward "
+            "backward kernels"
         )
     others = map(backward, peers) if computes == "backward" else peers
     contenders = {contender.name: contender for contender in (*kernel_contenders(kernels, tiles), *others)}

@@ -52,9 +52,9 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     "--grid",
     type=click.Choice(list(benchmark.GRIDS)),
     help="Set of problems. paper: FlashAttention's benchmark (16k tokens, hidden size 2048, S 512 … 16k); gpt2: GPT-2 "
-    "small in training; tutorial: Triton's; scores, dropout: with and without options; ragged: sequences of different "
-    "lengths; decode: one query or a few; real: layers of published models; latent: latent attention; serving: batches "
-    "of an inference server. Default without --shape: gpt2.",
+    "small in training; tutorial: Triton's; scores: one score option at a time; dropout: 0.1 and none; ragged: "
+    "sequences of different lengths; decode: one query or a few; real: layers of published models; latent: latent "
+    "attention; serving: batches of an inference server. Default without --shape: gpt2.",
 )
 @click.option(
     "--sample",
@@ -66,8 +66,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
 @click.option(
     "--seed",
     type=click.IntRange(0),
-    help="Seed of sampled problems and of the inputs. Default: another one in each run, which is printed and stored in "
-    "the rows; 0 for fixed problems.",
+    help="Seed of sampled problems and of the inputs. Default: random with sampled problems, printed and stored in the "
+    "rows; otherwise 0.",
 )
 @shape_option("Repeatable.", multiple=True)
 @dtype_option
@@ -97,7 +97,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     type=Seconds(),
     default=0.5,
     show_default=True,
-    help="Maximum GPU time per implementation and problem.",
+    help="Sample no longer than this GPU time per implementation and problem, but at least 3 times (from 0.5 s a "
+    "launch on: once).",
 )
 @click.option("--out", type=OutputPath(dir_okay=False), metavar="FILE", help="Append the rows to this JSON-lines file.")
 @click.option(

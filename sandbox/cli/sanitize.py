@@ -36,7 +36,7 @@ from .output import exit_status, followed, print_json, say
 @dtype_option
 @causal_option
 @score_options
-@tile_option("Default: with --shape the tile of the spec, otherwise see --shape.")
+@tile_option("Default: with --shape chosen from the kernel's spec, otherwise see --shape.")
 @backend_option()
 @click.option(
     "--timeout",

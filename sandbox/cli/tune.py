@@ -68,7 +68,7 @@ def tune_(
     same version of this project. They compile and time; results are stored on this machine.
     """
     if not shapes and not grid:
-        raise click.UsageError("tune needs a problem: pass --shape B,H,S,D or --grid")
+        raise click.UsageError("tune needs a problem: pass --shape B,H,S,D (of a custom operation: its dims) or --grid")
     if not shapes:
         given_without("--shape", "causal", *SCORE_NAMES)
     if backend == "cpu":

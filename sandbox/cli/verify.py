@@ -115,7 +115,7 @@ def check_(
     kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare kernels with the reference on many small problems: of attention, up to several hundred for each kernel.
+    """Compare kernels with the reference on many small problems, up to several hundred per attention kernel.
 
     Odd lengths, masks, dtypes, layouts, score options, and special inputs (all equal, one large value, …).
     """

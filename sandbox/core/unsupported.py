@@ -60,7 +60,7 @@ def unsupported_by_sm(p: Problem, t: Tile, nbytes: int, sm_smem: int = SM_SMEM) 
     smem = t.MIN_BLOCKS * (nbytes + 1024)  # reserved
     if smem <= sm_smem:
         return None
-    return f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory at {p.widths}: an SM has {sm_smem}"
+    return f"MIN_BLOCKS={t.MIN_BLOCKS} needs {smem} bytes of shared memory per SM at {p.widths}: at most {sm_smem}"
 
 
 def unsupported_unless(t: Tile, **only: int) -> str | None:

@@ -152,7 +152,7 @@ class Candidate:
     """A kernel considered for a problem: its tile, or the reason why it does not support the problem.
 
     With both a tile and a reason, the kernel supports the problem, but is not selected for that reason. `spills`: the
-    reason is that it spills registers; it is selected if no other kernel supports the problem.
+    reason is that it spills registers; the first such candidate is selected if all candidates have a reason.
     """
 
     kernel: Kernel

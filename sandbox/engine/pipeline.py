@@ -340,7 +340,7 @@ def compile(
     dtype: of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2").
     arch: such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without one.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,
-    UnknownKernel.
+    UnknownKernel, SpecError.
     """
     owner = kernel if isinstance(kernel, Kernel) else entry_owner(kernel)
     if isinstance(owner.computes, Operation):

@@ -107,7 +107,7 @@ def test_a_wrong_kernel_is_not_timed(folder: Path) -> None:
 def test_contenders() -> None:
     norm, softmax = registry.get("rms_norm"), registry.get("row_softmax")
     names = [c.name for c in operations.contenders_of([norm], norm.tiles, None)]
-    assert names == ["rms_norm THREADS=256,BLOCKS=264", "rms_norm THREADS=128,BLOCKS=264", "torch"]
+    assert names == ["rms_norm THREADS=256,PARTS=264", "rms_norm THREADS=128,PARTS=264", "torch"]
     with pytest.raises(UnsupportedProblem, match="peer 'cudnn' is not known: rms_norm has torch"):
         operations.contenders_of([norm], (), ["cudnn"])
     with pytest.raises(UnsupportedProblem, match="rms_norm, row_softmax cannot be timed together"):

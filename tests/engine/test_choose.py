@@ -110,7 +110,7 @@ P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
         ("fwd_wgmma", HOPPER, {"mappable": False}, "by TMA (pass contiguous copies, or use fwd_mma)"),
         ("fwd_mma", HOPPER, {"D": 60, "Dv": 60}, "(pad D with zeros to 64, or use fwd_block2d)"),
         ("fwd_decode_wgmma", HOPPER, {"page_size": 16}, "into contiguous k and v, or use fwd_wgmma)"),
-        ("fwd_wgmma_split", HOPPER, {"window": (9, None)}, "that are counted from key 0 (use fwd_wgmma)"),
+        ("fwd_wgmma_split", HOPPER, {"window": (9, None)}, "key tile j must begin at key j * BLOCK_N (use fwd_wgmma)"),
         ("fwd_decode", HOPPER, {"invariant": True}, "on the rest of the problem (use fwd_wgmma_invariant)"),
         ("bwd_mma", (8, 0), {"invariant": True}, "on the rest of the problem (use bwd_block2d)"),
         (

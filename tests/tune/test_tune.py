@@ -466,7 +466,7 @@ def test_the_command_without_a_problem_or_a_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(driver, "available", lambda: False)
     result = CliRunner().invoke(cli, ["tune", "fwd_minimal"])
     assert result.exit_code == 2
-    assert "tune needs a problem: pass --shape B,H,S,D or --grid" in result.stderr
+    assert "tune needs a problem: pass --shape B,H,S,D (of a custom operation: its dims) or --grid" in result.stderr
     result = CliRunner().invoke(cli, ["tune", "fwd_minimal", "--shape", "1,1,64,64"])
     assert result.exit_code == 1
     assert result.stderr == (
