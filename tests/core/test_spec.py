@@ -638,6 +638,7 @@ def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
         ("j <= i and 1 < j < 2", "chains comparisons"),
         ("i ? true : 0 < j < 1", "chains comparisons"),
         ("not i == j", "negates only the left side of ==: put the comparison in parentheses"),
+        ("(not i == j) and i < j", "negates only the left side of ==: put the comparison in parentheses"),
     ],
 )  # fmt: skip
 def test_an_expression_that_means_something_else(text: str, message: str) -> None:
@@ -652,6 +653,7 @@ def test_an_expression_that_means_something_else(text: str, message: str) -> Non
     [
         "(0 < i) == (j < 3)", "((i < j) < h)", "i << 2 < j", "i >> 1 == j >> 1", "i < j and j < 3 or i == 3 xor j < 4",
         "j <= i & i < 3", "i <= j ? true : j == 3", "i < j, j < i", "i == -1 || j >= -1", "not (i == j)", "!t(i) == j",
+        "(not (i > j)) == 1",
         "not t(i) && i == j", "static_cast<float>(i) < j", "min<int>(i, j) > 3", "(i > j) < t(3)",
         "\"(//=<<\"[h] < j", "')' < 1'000'000", "[&] { int n = 0; while (n < i) n += (i < j) < h; return n; }() < 3",
     ],
