@@ -33,8 +33,8 @@
 // iteration for its first query head; with grouped heads in an earlier one for a later head, because its predecessors
 // are longer, and it waits. Consecutive work tiles have similar lengths, also from one group to the next.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
-// With a window that has both bounds, every group is ascending. Without a right bound (no mask, or a left bound only)
-// n_blocks start first to last, and m_blocks are visited in ascending order.
+// DETERMINISTIC, a window that has both bounds: every group is ascending. DETERMINISTIC without a right bound (no mask,
+// or a left bound only): n_blocks start first to last, and m_blocks are visited in ascending order.
 constexpr bool ALTERNATING = DETERMINISTIC && Head::HAS_RIGHT_BOUND && !Head::HAS_LEFT_BOUND;
 
 struct BwdWorkTile {

@@ -249,8 +249,9 @@ def attention_backward(
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
     share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias and sink, and those
     through lse, are available through autograd of `attention` only. Memory in addition to inputs and results: delta,
-    (B, H, Sq) float32; kernels that accumulate dQ in global memory also need about B * H * Sq * D floats, with Sq and D
-    rounded up; and bwd_wgmma_split_group stores dK and dV per query head.
+    (B, H, Sq) float32; with a mask its block map, unless it is passed (`sandbox.block_map`); kernels that accumulate dQ
+    in global memory also need about B * H * Sq * D floats, with Sq and D rounded up; and bwd_wgmma_split_group stores
+    dK and dV per query head.
 
     Raises the exceptions of `attention_forward`.
     """

@@ -52,8 +52,8 @@ from .output import exit_status, followed, print_json, say, screen
 @tile_option("Default: every tile of the spec.")
 @click.option("--sweep", is_flag=True,
               help="Compile the tiles of KERNEL without and with score options, and write the tiles that spill "
-                   "registers to kernels_cu/NAME.spills.json. Automatic selection avoids these tiles. Takes minutes "
-                   "on 16 cores. "
+                   "registers to NAME.spills.json beside the .cu. Automatic selection avoids these tiles. Takes "
+                   "minutes on 16 cores. "
                    f"Default of --arch: {','.join(sweeping.ARCHS)}.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes of --sweep. Default: one per core.")
 @json_option

@@ -46,7 +46,7 @@ from .output import print_json, save_page, say, screen
 @dtype_option
 @causal_option
 @score_options
-@tile_option()
+@tile_option("Default: the tuned tile for this GPU, else chosen from the kernel's spec.")
 @click.option(
     "--compare",
     nargs=2,

@@ -59,7 +59,11 @@ _LOOKING_BACK = {
 @tile_option()
 @backend_option()
 @click.option(
-    "--timeout", type=Seconds(), default=10.0, show_default=True, help="Time limit per run of the kernel, in seconds."
+    "--timeout",
+    type=Seconds(),
+    default=10.0,
+    show_default=True,
+    help="Time limit per run of the kernel, in seconds; of large tiles under sanitizers, at least 60.",
 )
 @click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")

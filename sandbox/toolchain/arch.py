@@ -57,7 +57,8 @@ def parse(name: str) -> Arch:
     if arch not in _LIMITS:
         known = ", ".join(f"sm_{major}{minor}" for major, minor in _LIMITS)
         raise UnsupportedProblem(
-            f'arch "{name}" is not supported: choose one of {known}, optionally with the suffix a or f'
+            f'arch "{name}" is not supported: choose one of {known}, optionally with the suffix a (from sm_90 on) or f '
+            "(from sm_100 on)"
         )
     return arch
 
