@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import UnsupportedProblem
@@ -12,6 +13,7 @@ from .options import (
     BACKWARD,
     CU_SEQLENS,
     PAGED,
+    ForwardKeywords,
     Options,
     check_dimensions,
     check_int32,
@@ -26,7 +28,7 @@ from .options import (
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from .options import BackwardKeywords, ForwardKeywords, PagedKeywords
+    from .options import BackwardKeywords, PagedKeywords
 
 
 def attention_forward(
@@ -42,37 +44,10 @@ def attention_forward(
     bfloat16 with k and v in float8. float8 has no gradient. Any strides with a unit stride in D. NumPy, CuPy, PyTorch
     or other DLPack arrays, all of one library and on one device. Latent attention (forward only): if v is a view of
     the first Dv columns of k, D <= 576 and Dv <= 512 on Hopper GPUs; for D > 256 the data is read once.
-    causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i. In the options
-    below, diagonal is Sk - Sq, or 0 with "top-left".
+    causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i.
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
-    The following score options are off by default. The first four are applied in this order to x = scale * q . k.
-    Arrays are of q's library, on q's device, with any strides.
-    softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + diagonal - j|
-    is subtracted. bias: broadcastable to (B, H, Sq, Sk), float32 or out's dtype; added. score: a `sandbox.Score`, the
-    user's own expressions. window: (left, right); query i attends to keys i + diagonal - left to i + diagonal + right,
-    both included; None: no bound. mask: bool, broadcastable to (B, H, Sq, Sk); False hides. sink: (H,) float32;
-    exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32; the number of valid keys per batch entry,
-    clamped to 0 … Sk. Causal, diagonal and `score` then use key_lengths[b] as Sk: with causal=True the last query
-    attends to the last valid key.
-    dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
-    are divided by 1 - dropout. seed: determines which elements are dropped (`sandbox.reference.dropout_keep`): an int,
-    or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
-
-    descale: required if k is float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
-    float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is multiplied by the largest number of v's dtype
-    and rounded to that dtype (fwd_wgmma_fp8: by 1/16 or 1/32 of this number, so that P can grow with a higher score
-    before a row is rescaled); out_dtype: bfloat16 (the default), float16 or float32. With q in float16 or bfloat16, k
-    and v are converted (exactly) to 16 bits, and out has q's dtype.
-
-    invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
-    the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
-    dense, ragged or in pages. They are equal on GPUs of one architecture (docs/bits.md). With dropout, out also
-    depends on the indices of the row. With q in float8 no kernel with tensor cores supports it.
-
-    kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
-    (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or
-    "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
+    options: those of `ForwardKeywords` in options.py, whose description `help` shows at the end.
 
     Returns out, (B, H, Sq, Dv), of q's dtype (for float8: `out_dtype`), library and device; and lse, (B, H, Sq)
     float32, the natural log-sum-exp of the scores, the sink included. A fully masked row has out 0 and lse -inf; with
@@ -100,6 +75,10 @@ def attention_forward(
 
         return torch_autograd.unrecorded(arrays, opts)
     return run_forward(arrays, opts)
+
+
+if attention_forward.__doc__ and ForwardKeywords.__doc__:  # not with python -OO
+    attention_forward.__doc__ = f"{cleandoc(attention_forward.__doc__)}\n\n{cleandoc(ForwardKeywords.__doc__)}"
 
 
 def attention(

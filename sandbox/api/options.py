@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class _Keywords(TypedDict, total=False):
-    """The keyword arguments that every function of attention.py takes, in addition to causal and scale.
+    """The keyword arguments that every function of attention.py takes, in addition to causal and scale. Their
+    description is that of `ForwardKeywords`.
 
     Those two are parameters: in many calls there is nothing else, and a dict for them takes 0.3 µs."""
 
@@ -52,7 +53,36 @@ class PagedKeywords(_Keywords, total=False):
 
 
 class ForwardKeywords(BackwardKeywords, PagedKeywords, total=False):
-    """Those of `attention`, `attention_forward` and `attention_varlen`."""
+    """The options of `attention`, `attention_forward` and `attention_varlen`, in addition to causal and scale. diagonal
+    is Sk - Sq, or 0 with causal="top-left". Arrays are of q's library, on q's device, with any strides.
+
+    Score options are off by default. The first four are applied in this order to x = scale * q . k.
+    softcap: x becomes softcap * tanh(x / softcap). alibi: slopes, (H,) or (B, H) float32; slope * |i + diagonal - j|
+    is subtracted. bias: broadcastable to (B, H, Sq, Sk), float32 or out's dtype; added. score: a `sandbox.Score`, the
+    user's own expressions. window: (left, right); query i attends to keys i + diagonal - left to i + diagonal + right,
+    both included; None: no bound. mask: bool, broadcastable to (B, H, Sq, Sk); False hides. sink: (H,) float32;
+    exp(sink[h]) is added to the sum of a row. key_lengths: (B,) int32; the number of valid keys per batch entry,
+    clamped to 0 … Sk. Causal, diagonal and `score` then use key_lengths[b] as Sk: with causal=True the last query
+    attends to the last valid key.
+    dropout: the probability that an element of the softmax result is dropped, with a resolution of 2^-16; the others
+    are divided by 1 - dropout. seed: determines which elements are dropped (`sandbox.reference.dropout_keep`): an int,
+    or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
+
+    descale: required if k is float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
+    float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is multiplied by the largest number of v's dtype
+    and rounded to that dtype (fwd_wgmma_fp8: by 1/16 or 1/32 of this number, so that P can grow with a higher score
+    before a row is rescaled); out_dtype: bfloat16 (the default), float16 or float32. With q in float16 or bfloat16, k
+    and v are converted (exactly) to 16 bits, and out has q's dtype.
+
+    invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
+    the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
+    dense, ragged or in pages. They are equal on GPUs of one architecture (docs/bits.md). With dropout, out also
+    depends on the indices of the row. With q in float8 no kernel with tensor cores supports it.
+
+    kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
+    (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or
+    "BLOCK_M=64,...". backend: "cuda" or "cpu"; by default that of the arrays.
+    """
 
 
 FORWARD, BACKWARD, PAGED = (

@@ -108,6 +108,12 @@ def test_the_table_of_options_and_the_keyword_arguments_agree() -> None:
     assert {option.name for option in OPTIONS} <= fields
 
 
+def test_help_describes_every_keyword_argument() -> None:
+    said = sandbox.attention_forward.__doc__
+    assert said.startswith("Exact attention")
+    assert [name for name in options.FORWARD if f"{name}: " not in said] == []
+
+
 def test_the_shapes_of_arrays() -> None:
     sizes, alibi, bias = (2, 4, 7, 9), ARRAYS["alibi"], ARRAYS["bias"]
     assert alibi.accepts((4,), sizes)
