@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.options import SHOWN
 from sandbox.engine import choose
 from sandbox.spec import Problem, Tile
+from sandbox.verify.scores import option_values, score_inputs
 
 torch = pytest.importorskip("torch")
 
@@ -260,21 +262,32 @@ def test_kernel_and_tile_follow_from_dtype_widths_and_options() -> None:
 
 
 N = 70  # queries and keys: two tiles
-BACKWARD_OPTIONS: dict[str, dict[str, Any]] = {  # of two batch entries with four heads
+OF_BACKWARD = Problem(2, 4, N, N, 64, Hk=2, dtype="bfloat16")
+FORWARD_ONLY = {"ragged", "page_size", "kv_dtype", "descale"}  # or, for ragged, another function
+BACKWARD_OPTIONS: dict[str, dict[str, Any]] = {  # in addition to the cases of other options
     "causal": {"causal": True},
-    "softcap": {"softcap": 2.0},
-    "window": {"window": (9, 3)},
-    "sink": {"sink": torch.linspace(-1, 1, 4)},
     "alibi": {"alibi": torch.linspace(0.1, 0.4, 4)},
     "alibi per batch entry": {"alibi": torch.linspace(0.1, 0.4, 8).reshape(2, 4)},
     "bias": {"bias": torch.linspace(-1, 1, 8 * N * N).reshape(2, 4, N, N).bfloat16()},
     "row bias": {"bias": torch.linspace(-1, 1, N).reshape(1, 1, 1, N).bfloat16()},
-    "mask": {"mask": torch.arange(2 * N * N).reshape(2, 1, N, N) % 3 > 0},
-    "padding": {"mask": torch.arange(2 * N).reshape(2, 1, 1, N) % N < 50},
     "key_lengths": {"key_lengths": torch.tensor([13, 61], dtype=torch.int32)},
     "score": {"score": sandbox.Score("x - 0.1f * abs(i - j)", mask="j <= i + 2")},
     "dropout": {"dropout": 0.3, "seed": torch.tensor([5])},
 }
+
+
+def cases_of_other_options() -> dict[str, dict[str, Any]]:
+    """The test cases of each option that BACKWARD_OPTIONS does not have."""
+    known, found = {key for options in BACKWARD_OPTIONS.values() for key in options} | FORWARD_ONLY, {}
+    for option in (option for option in SHOWN if option.name not in known):
+        for name, case in option.cases.items():
+            p = dataclasses.replace(OF_BACKWARD, **case(OF_BACKWARD))
+            given = option_values(p, {key: torch.from_numpy(x) for key, x in score_inputs(p).items()})
+            found[name] = {option.name: given[option.name]}
+    return found
+
+
+BACKWARD_OPTIONS |= cases_of_other_options()
 
 
 @pytest.mark.parametrize("name", BACKWARD_OPTIONS)
@@ -306,9 +319,8 @@ def test_backward_of_one_query() -> None:
 
 
 def test_every_option_is_in_the_test_of_the_backward() -> None:
-    forward_only = {"ragged", "page_size", "kv_dtype", "descale"}  # or, for ragged, another function
     tested = {key for options in BACKWARD_OPTIONS.values() for key in options}
-    assert {option.name for option in SHOWN} - forward_only - {"invariant"} <= tested
+    assert {option.name for option in SHOWN} - FORWARD_ONLY - {"invariant"} <= tested
 
 
 def test_in_the_slot() -> None:
