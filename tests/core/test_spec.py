@@ -514,9 +514,9 @@ def test_each_option_is_part_of_a_problem(name: str) -> None:
 
 
 def test_a_new_row_is_shown() -> None:
-    """Flags, texts, cases and Problem.options follow from the row alone."""
-    new = options.Option(name="new")
-    assert options.shown((new, *options.OPTIONS)) == (*options.SHOWN, new)
+    """Flags, texts, cases and Problem.options follow from the row alone, in the order of the table after `_FIRST`."""
+    new, n = options.Option(name="new"), len(options._FIRST)
+    assert options.shown((new, *options.OPTIONS)) == (*options.SHOWN[:n], new, *options.SHOWN[n:])
 
 
 def test_a_plain_problem_is_stored_as_ever() -> None:
