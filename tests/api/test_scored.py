@@ -214,7 +214,7 @@ def test_a_bias_lies_as_it_likes(kind: str, device: Device) -> None:
     ("given", "message"),
     [
         ({"bias": np.zeros((3, SK), np.float32)}, "bias has shape (3, 33): it must broadcast to (B, H, Sq, Sk) = "),
-        ({"bias": np.zeros((SQ, SK), np.float16)}, "bias is float16: it must be float32, or float32 as out"),
+        ({"bias": np.zeros((SQ, SK), np.float16)}, "bias is float16: it must be float32, or float32, the dtype of out"),
         ({"mask": np.zeros((SQ, SK), np.float32)}, "mask is float32: it must be bool"),
         ({"mask": np.zeros((1, 1, 1, 1, SK), bool)}, "mask has shape (1, 1, 1, 1, 33): it must broadcast to"),
         ({"alibi": np.zeros(3, np.float32)}, "alibi has shape (3,): it must be (H,) = (4,) or (B, H) = (2, 4)"),

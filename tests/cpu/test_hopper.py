@@ -529,7 +529,7 @@ MISSING_ARRIVAL = (
         (GOOD + "if (threadIdx.x == 0) tma_reduce_add(out + 1, tile, 16);", "bulk store of 16 bytes"),
         (GOOD + "mbarrier_wait(barrier + 8, 0);", r"no mbarrier was initialised at shared memory \+ 8200"),
         (GOOD + "if (threadIdx.x == 0) tma_load(tile + 128, map, 0, 0, 0, 0, barrier);",
-         r"8192 bytes at shared memory \+ 128"),
+         r"out of bounds: 8192 bytes at byte 128 of dynamic shared memory"),
     ],
 )  # fmt: skip
 def test_errors_are_reported(run_hopper: Run, body: str, message: str) -> None:
