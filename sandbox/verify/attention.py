@@ -85,7 +85,7 @@ def shipped_tiles(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem
         except UnsupportedProblem:
             continue
         M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
-        keys = 2 * tile.get("STAGES", 1) * N + 5  # every stage is filled again, some twice
+        keys = max(2 * tile.get("STAGES", 0), 1) * N + 5  # every stage is filled again, the first one twice
         found.setdefault(tile, replace(whole, Sq=M + 3, Sk=keys))
     return [*found.items()]
 
