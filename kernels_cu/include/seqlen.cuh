@@ -12,8 +12,8 @@
 // + 1] - 1 (cu_seqlens.cuh).
 //
 // A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch
-// entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only the entries of block_table whose
-// pages have keys before key_lengths[b] are read. Its queries may be dense or ragged.
+// entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only the entries of block_table whose pages
+// have keys before key_lengths[b] are read. Its queries may be dense or ragged.
 //
 // Invalid lengths and pages are clamped to the bounds of the tensors; with CHECKED they are reported.
 // Part of score_mod.cuh, included after struct Score.

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.errors import UnsupportedProblem
 from ..core.files import names_of
+from ..core.options import DIAGONAL
 from ..core.problem import Problem
 
 Mod = Callable[..., Any]
@@ -21,7 +22,7 @@ def flex_modifications(problem: Problem, option_tensors: Mapping[str, Any]) -> t
     p = problem
     if others := p.options - {"window", "softcap", "alibi", "bias", "mask", "key_lengths", "score"}:
         raise UnsupportedProblem(f"flex: {', '.join(sorted(others))} not supported by this peer")
-    if p.key_lengths and p.causal != "top-left" and (p.bounds != (None, None) or p.alibi):
+    if p.key_lengths and p.causal != "top-left" and (p.causal or p.options & DIAGONAL):
         raise UnsupportedProblem(
             "flex: key_lengths with causal, a window or ALiBi is supported only with a top-left mask: otherwise the "
             "diagonal depends on the key length of the batch entry"

@@ -99,6 +99,11 @@ def tile_option(said: str = "Default: chosen from the kernel's spec.") -> Callab
     return click.option("--tile", help=f"Tile configuration: {numbers}. {said}")
 
 
+def timeout_option(seconds: float, said: str) -> Callable[[_F], _F]:
+    """The option --timeout with the default `seconds`, and the help `said`."""
+    return click.option("--timeout", type=Seconds(), default=seconds, show_default=True, help=said)
+
+
 def backend_option(
     said: str = "GPU, or emulation on the host. Default: cuda if a GPU is present, else cpu.",
 ) -> Callable[[_F], _F]:
@@ -145,7 +150,9 @@ def shape_option(said: str = "", *, operations: bool = True, **more: Any) -> Cal
     name = "shapes" if more.get("multiple") else "shape"
     form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv."
     form += " For a custom operation: its dims, such as M,N." if operations else ""
-    return click.option("--shape", name, help=f"{form} {said}".strip(), **more)
+    if "default" in more:
+        said = f"{said} Of a custom operation by default the first problem of watch."
+    return click.option("--shape", name, help=f"{form} {said.strip()}".strip(), **more)
 
 
 _FLAGS = {(option.flag_name or option.name).replace("_", "-"): option.flag for option in SHOWN if option.flag}

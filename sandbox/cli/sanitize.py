@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-import click
-
 from ..core import registry
 from ..verify import check as checking
 from ..verify import sanitize
@@ -14,7 +12,6 @@ from .group import cli
 from .options import (
     SCORE_NAMES,
     Scored,
-    Seconds,
     backend_option,
     causal_option,
     dtype_option,
@@ -26,6 +23,7 @@ from .options import (
     score_options,
     shape_option,
     tile_option,
+    timeout_option,
 )
 from .output import exit_status, followed, print_json, say
 
@@ -38,13 +36,7 @@ from .output import exit_status, followed, print_json, say
 @score_options
 @tile_option("Default: with --shape chosen from the kernel's spec, otherwise see --shape.")
 @backend_option()
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=120.0,
-    show_default=True,
-    help="Time limit of a tool's run, in seconds: one problem on a GPU, one launch on the CPU.",
-)
+@timeout_option(120.0, "Time limit of a tool's run, in seconds: one problem on a GPU, one launch on the CPU.")
 @json_option
 def sanitize_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,

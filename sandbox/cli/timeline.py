@@ -36,7 +36,7 @@ from .output import exit_status, print_json, save_page, say, screen
 
 @cli.command("timeline")
 @optional_kernel_argument
-@shape_option("Of a custom operation by default the first problem of watch.", default="1,2,512,64", show_default=True)
+@shape_option(default="1,2,512,64", show_default=True)
 @dtype_option
 @causal_option
 @score_options

@@ -22,7 +22,6 @@ from .group import cli
 from .options import (
     SCORE_NAMES,
     Scored,
-    Seconds,
     alone,
     backend_option,
     causal_option,
@@ -37,6 +36,7 @@ from .options import (
     score_options,
     shape_option,
     tile_option,
+    timeout_option,
 )
 from .output import plain, print_json, save_page, say, screen
 
@@ -58,13 +58,7 @@ _LOOKING_BACK = {
 @score_options
 @tile_option()
 @backend_option()
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=10.0,
-    show_default=True,
-    help="Time limit per run of the kernel, in seconds; of large tiles under sanitizers, at least 60.",
-)
+@timeout_option(10.0, "Time limit per run of the kernel, in seconds; of large tiles under sanitizers, at least 60.")
 @click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")
 @click.option("--show", type=int, metavar="N", help="Print version N.")

@@ -105,6 +105,7 @@ class Option:
         # of Problem determine it, or Problem validates it itself (ragged, page_size, kv_dtype, descale).
         check: Callable[[str, Any], Any] | None = None,
         gradient: bool = False,
+        diagonal: bool = False,  # whether its effect on a score depends on Problem.diagonal
         flag: Mapping[str, Any] | None = None,  # arguments of click.option; None: no flag
         flag_name: str = "",  # if it is not `name`
         cases: Mapping[str, Callable[[Problem], dict[str, Any]]] | None = None,  # test cases of `check`
@@ -113,6 +114,7 @@ class Option:
     ):
         self.name, self.macro, self.level = name, macro, level
         self.numbers, self.tensors, self.array, self.check, self.gradient = numbers, tensors, array, check, gradient
+        self.diagonal = diagonal
         self.flag, self.flag_name, self.cases, self.timed, self.text = flag or {}, flag_name, cases or {}, timed, text
 
     def tensors_of(self, p: Problem) -> Iterator[ScoreTensor]:
@@ -270,7 +272,7 @@ _BASE = (
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        name="window", macro="WINDOW", level=_window_level, check=_window,
+        name="window", macro="WINDOW", level=_window_level, check=_window, diagonal=True,
         numbers=(
             Number("left", _INT, lambda p: p.bounds[0] or 0),
             Number("right", _INT, lambda p: p.bounds[1] or 0),
@@ -333,7 +335,7 @@ OPTIONS: tuple[Option, ...] = (
         text=lambda p: f"page_size={p.page_size}" if p.page_size else "",
     ),
     Option(
-        name="alibi", macro="ALIBI", level=lambda p: bool(p.alibi),
+        name="alibi", macro="ALIBI", level=lambda p: bool(p.alibi), diagonal=True,
         array=Array("bh", lambda rng, p: rng.uniform(0.05, 0.5, p.alibi), "float32", argument="slopes"),
         flag={"is_flag": True, "help": "Random ALiBi slopes, one per head."},
         cases={"alibi": lambda p: {"alibi": (p.B, p.H)}},
@@ -407,6 +409,7 @@ BY_NAME = {option.name: option for option in OPTIONS}
 ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 # Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
+DIAGONAL = frozenset(option.name for option in OPTIONS if option.diagonal)
 # Options that depend neither on the query head nor on the query row: with no others, the query heads of a group can
 # share a tile (packed GQA: `with_packed_heads` in api/plan.py for one query, packed_gqa.py for up to 128).
 SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))

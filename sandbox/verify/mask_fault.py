@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.options import DIAGONAL
 from ..core.problem import Problem
 from ..reference import attention, errors
 from .scores import part_options
 
 Array = NDArray[Any]
 _ROWS = 16  # wrong rows of one head to compare
-# Options that do not depend on `diagonal`. Candidates are computed without a causal mask, with the diagonal of
-# "bottom-right".
-_WITHOUT_DIAGONAL = frozenset(
-    ("softcap", "bias", "mask", "sink", "key_lengths", "kv_dtype", "descale", "score", "dropout", "invariant")
-)
 _REQUIRED = 0.75  # share of them that must match: in some rows another fault, such as 0 / 0, may hide the mask's
 
 
@@ -29,7 +25,8 @@ def explain(
     """What is wrong with the mask of head (b, h), as text; "" if no candidate mask explains the error. `got`: O (B, H,
     Sq, Dv) or LSE (B, H, Sq), wrong where `bad`. `inputs`: Q, K, V and the tensors of the options, by their names in a
     spec's `args`."""
-    aligned = problem.causal == "bottom-right" or problem.options <= _WITHOUT_DIAGONAL
+    # Candidates are computed without a causal mask, with the diagonal of "bottom-right".
+    aligned = problem.causal == "bottom-right" or not problem.options & DIAGONAL
     if name not in ("O", "LSE") or not problem.causal or problem.ragged or problem.page_size or not aligned:
         return ""
     b, h = head

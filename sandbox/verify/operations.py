@@ -42,8 +42,8 @@ def dtype_of(kernel: Kernel, dtype: str = "") -> str:
 
 
 def small_problems(operation: Operation, kernel: Kernel, tile: Tile, dtype: str) -> list[OperationProblem]:
-    """The spec's `cases`, or those of `_default_cases`; only those that the kernel and the tile
-    support. Raises SpecError if there are none."""
+    """The spec's `cases`, or those of `_default_cases`; only those that the kernel and the tile support.
+    Raises SpecError if there are none."""
     shapes = operation.cases or _default_cases(len(operation.dims), tile)
     problems = [operation.problem(shape, dtype) for shape in shapes]
     taken = [p for p in problems if not _refused(kernel, p, tile)]

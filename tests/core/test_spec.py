@@ -449,6 +449,7 @@ def test_refusals_of_a_width_with_options() -> None:
     alibi = Problem(1, 2, 4, 32, 192, dtype="float8_e4m3", alibi=(2,))
     said = registry.get("fwd_mma_fp8").why_unsupported(alibi, (9, 0))
     assert said.startswith("fwd_mma_fp8: D=192, Dv=192 with alibi is not supported: with options")
+    assert "the limit is 128" in said
 
 
 def test_what_it_takes() -> None:

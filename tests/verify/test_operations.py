@@ -224,7 +224,10 @@ def test_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for arguments, message in (
         (("run", "stencil", "--shape", "70"), "shape '70' must be N,K, such as 16777216,7"),
         (("run", "stencil", "--shape", "70,3", "--causal"), "--causal is an option of attention"),
-        (("run", "stencil", "fwd_minimal", "--shape", "70,3"), "different meanings for attention and stencil"),
+        (
+            ("run", "stencil", "fwd_minimal", "--shape", "70,3"),
+            "--shape has different meanings for attention and stencil",
+        ),
         (("run", "stencil", "--shape", "70,3", "--dtype", "bfloat16"), "not one of"),
         (("tune", "stencil", "--grid", "gpt2"), "--grid has problems of attention: stencil computes another operation"),
     ):
