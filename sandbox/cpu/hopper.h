@@ -6,8 +6,9 @@ constexpr unsigned REGISTERS = 65536;  // of an SM
 
 // An mbarrier's 64-bit word. A phase ends when no arrivals and no transaction bytes are pending.
 struct Mbarrier {
-    uint64_t magic : 4, parity : 1, expected : 14, missing : 14;
-    int64_t bytes : 31;                   // expected minus received; negative if they are received before expect_tx
+    uint64_t magic : 4, parity : 1, expected : 12, missing : 12;
+    uint64_t unseen : 2;                  // phases that have ended since the last wait returned; 3 stands for more
+    int64_t bytes : 33;                   // expected minus received; negative if they are received before expect_tx
     static constexpr uint64_t MAGIC = 5;  // neither zeros nor poison
 };
 static_assert(sizeof(Mbarrier) == 8, "one word");

@@ -54,6 +54,7 @@ void end_phase(Block& block, char* at) {
     if (barrier.missing || barrier.bytes) return;
     barrier.parity ^= 1;
     barrier.missing = barrier.expected;
+    if (barrier.unseen < 3) ++barrier.unseen;
     block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
 }
 
@@ -226,7 +227,7 @@ extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
     barrier.magic = Mbarrier::MAGIC;
     barrier.parity = 0;
     barrier.expected = barrier.missing = arrivals;
-    barrier.bytes = 0;
+    barrier.bytes = barrier.unseen = 0;
     current->hopper.mbarrier_inits.add() = {at, site};
     current->hopper.proxies.write(at - current->smem.dynamic, at + 8 - current->smem.dynamic, thread_of(self()));
 }
@@ -247,6 +248,13 @@ extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
     barrier.bytes += bytes;
     --barrier.missing;
     end_phase(*current, at);
+    if (barrier.unseen > 1) {  // threads of which each waits for every phase would miss one
+        const Site init = current->hopper.init_of(at);
+        trap(site,
+             "two phases of the mbarrier that is initialised at %s:%d have ended without a wait in between: more "
+             "threads arrive than its count, or a wait before this arrival is missing",
+             init.file, init.line);
+    }
     if (current->lags(self())) pause();
 }
 
@@ -256,6 +264,7 @@ extern "C" void sandbox_mbarrier_wait(char* at, unsigned parity, Site site) {
     fiber.parity = parity;
     if (parity > 1) trap(site, "parity %u of an mbarrier wait: it must be 0 or 1", parity);
     if (mbarrier_at(at, site).parity == parity) block_until(State::at_mbarrier, site);
+    mbarrier_at(at, site).unseen = 0;
     acquire(at);
     Proxies& proxies = current->hopper.proxies;
     proxies.acquire(proxies.mbarrier(at), thread_of(fiber));

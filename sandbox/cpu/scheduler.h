@@ -214,7 +214,10 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
             __atomic_store_n(&cluster[cta_rank].ended, true, __ATOMIC_RELEASE);
             return check_completed();
         }
-        if (waits_for_blocks) sched_yield();
+        if (waits_for_blocks) {
+            if (__atomic_load_n(&failed, __ATOMIC_RELAXED)) return false;  // it may wait for the block that has failed
+            sched_yield();
+        }
         if (!(loads && complete_tma_loads()) && !any_ready() && !release_barrier()) {
             explain_deadlock();
             return false;

@@ -527,6 +527,8 @@ MISSING_ARRIVAL = (
                 "if (threadIdx.x == 0) tma_reduce_add(out, tile, 16);",
          "did not call fence_proxy_async"),
         (GOOD + "if (threadIdx.x == 0) tma_reduce_add(out + 1, tile, 16);", "bulk store of 16 bytes"),
+        (GOOD + "if (threadIdx.x < 2) mbarrier_arrive(barrier);",
+         r"two phases of the mbarrier that is initialised at .*wrong.cu:\d+ have ended without a wait"),
         (GOOD + "mbarrier_wait(barrier + 8, 0);", r"no mbarrier was initialised at shared memory \+ 8200"),
         (GOOD + "if (threadIdx.x == 0) tma_load(tile + 128, map, 0, 0, 0, 0, barrier);",
          r"out of bounds: 8192 bytes at byte 128 of dynamic shared memory"),
@@ -553,6 +555,21 @@ SEND = (
 PRODUCT = "__syncthreads(); wgmma_fence(); multiply(); wgmma_commit(); wgmma_wait<0>(); warpgroup_fence_operand(d);"
 TWO_BARRIERS = FRAME.replace("mbarrier_init(barrier, 1);", "mbarrier_init(barrier, 1); mbarrier_init(barrier + 8, 32);")
 LATE = "and called fence_proxy_async only after the barrier that orders the accesses"
+
+
+@on_cpu
+def test_the_failure_of_a_block_ends_those_that_wait_for_it(run_hopper: Run) -> None:
+    text = """
+    extern "C" __global__ void fails(unsigned* flag) {
+        if (blockIdx.x == 0) {
+            counter_wait(flag, 1);
+        } else {
+            named_barrier_sync(0, 32);
+            counter_arrive(flag);
+        }
+    }"""
+    with pytest.raises(LaunchError, match="named barrier 0: it must be 1 to 15"):
+        run_hopper(text, "fails", np.zeros(1, np.uint32), grid=2)
 
 
 @on_cpu
