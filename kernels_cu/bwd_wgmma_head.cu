@@ -34,8 +34,9 @@ constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(STAGES == 2, "`LoopState` counts m_blocks modulo 2 * STAGES = 4");
-static_assert(!Head::HAS_SCORE_MOD && !Head::HAS_BLOCK_MAP && !DROPOUT && !RAGGED,
-              "score options are not supported: use bwd_wgmma");
+static_assert(!Head::HAS_SCORE_MOD && !Head::ELEMENT_MASK && !Head::HAS_BLOCK_MAP && !WINDOW && !KEY_LENGTHS &&
+                  !DROPOUT && !RAGGED && HEAD_DIM_V == HEAD_DIM,
+              "only causal and scale are supported, and HEAD_DIM_V must be HEAD_DIM: use bwd_wgmma");
 static_assert(!Head::HAS_LEFT_BOUND, "n_block 0 stores dQ of all rows that see a key: no row's keys may begin later");
 
 using MBlocks = MBlockRange<true, false>;

@@ -1,5 +1,6 @@
 // Tiles of the bias, loaded by TMA with the key tiles: for each stage and each consumer, 64 query rows x BLOCK_N keys.
-// Used for a bias of Q's dtype whose strides TMA supports; any other bias is read from global memory (score_mod.cuh).
+// Used in dense batches for a bias of Q's dtype that differs between queries and between keys and whose strides TMA
+// supports (Problem.bias_tiles); any other bias is read from global memory (score_mod.cuh).
 #pragma once
 #include "pipeline.cuh"
 #include "score_mod.cuh"

@@ -55,7 +55,7 @@ __device__ __forceinline__ unsigned map_word(int m0, int m1, int word) const {
 template <MapBits BITS, int KEYS>
 __device__ __forceinline__ bool map_covers(int m0, int m1, int n0) const {
     static_assert(!HAS_BLOCK_MAP || KEYS % MAP_N == 0, "the map has a bit for every MAP_N keys");
-    if (!HAS_BLOCK_MAP) return !ELEMENT_MASK;
+    if (!HAS_BLOCK_MAP) return BITS == SOME_VISIBLE || !ELEMENT_MASK;
     const int begin = n0 / MAP_N, end = (min(n0 + KEYS, score.Sk) + MAP_N - 1) / MAP_N;
 #pragma unroll 1
     for (int word = begin / 32; word * 32 < end; ++word) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
     const SeqlenInfo sequence(score, rows.b);
     const int kv_head = blockIdx.y, H = gridDim.y * group;
     const long long tile = first_n_block<BLOCK_N>(sequence) + rows.row0 / BLOCK_N;
-    constexpr int CHUNKS_K = HEAD_DIM / 8, CHUNKS = CHUNKS_K + (HEAD_DIM_V + 7) / 8;  // of 8 columns
+    constexpr int CHUNKS_K = HEAD_DIM / 8, CHUNKS = CHUNKS_K + HEAD_DIM_V / 8;  // of 8 columns
     float nan_if_not_finite = 0.0f;
     for (int item = threadIdx.x; item < ROWS * CHUNKS; item += blockDim.x) {
         const int row = rows.row0 + item / CHUNKS, chunk = item % CHUNKS;

@@ -14,7 +14,8 @@ struct ConsumerWarpgroup {
     // either, but the machine code differs; its speed was not measured.
     float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];
     // Counters over all work tiles.
-    unsigned staged_count = 1;        // uses of the staging buffer; use 0 is a commit without data, before the first dQ
+    unsigned staged_count = 1;        // uses of the staging buffer; use 0 is a commit without data, before the first
+                                      // dQ, so staged_store(n) describes use n + 1
     unsigned i = 0;                   // m_blocks
     unsigned previous_K_index = ~0u;  // K_index of the previous m_block, whose dQ is computed now
     unsigned K_index = ~0u;   // of the work tile, among those with visible queries (nonempty_tiles of the load warp);
@@ -113,7 +114,7 @@ struct ConsumerWarpgroup {
                SmemLayoutK::mn_major(base + K_at(previous_K_index)));
     }
     __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_M / 2]) const {
-        const volatile StagedStore& current = staged_store(staged_count - 1);
+        const volatile StagedStore& current = staged_store(staged_count - 1);  // of use staged_count: this m_block
         const FragmentCoords coords(current.m0, current.n0 + key_offset);
         const Head head(params.score, current.b, 0);
         mask_fragment<BLOCK_M / 2>(head, coords, [&](int k) { S[k] = -INF; });
@@ -128,7 +129,9 @@ struct ConsumerWarpgroup {
         __syncwarp();  // all lanes have written
         if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
     }
-    // Commits dS of the previous m_block and the staging buffer. Called in the next iteration, and after the last one.
+    // Commits dS of the previous m_block, i - 1, and the staging buffer. Called in the next iteration, and after the
+    // last one. The barrier is FulldS[i % 2], not [(i - 1) % 2] as in bwd_wgmma: the zeros of `start`, dS of m_block
+    // -1, take the first phase.
     __device__ __forceinline__ void commit_dQ_dS() const {
         commit_staging();
         if (lane == 0) mbarrier_arrive(Barriers::FulldS::at(base, i % 2));
@@ -142,8 +145,9 @@ struct ConsumerWarpgroup {
         warpgroup_fence_operand(dK);
         warpgroup_fence_operand(dV);
     }
-    // Stages dV and dK. dK is committed in the next iteration, or after the last one. non_finite: one of their values
-    // is not finite; the consumer then computes them again and stores them itself.
+    // Stages dV and dK, and before them commits what was staged last: dQ of the last iteration, or dK of the previous
+    // work tile if this one has no m_blocks. Whatever is staged next, or stage_last_dQ, commits dK. non_finite: one of
+    // their values is not finite; the consumer then computes them again and stores them itself.
     __device__ __forceinline__ void epilogue(const volatile PersistentWorkTile& work_tile, bool non_finite) {
         commit_staging();
         stage_tile_dKV(dV, 1.0f);

@@ -12,7 +12,7 @@ constexpr bool NARROW_V = HEAD_DIM > 128 && BLOCK_N == 128;
 // on are zeros.
 constexpr int D_PAD = NARROW_V ? 192 : HEAD_DIM > 128 ? 256 : (HEAD_DIM + 15) / 16 * 16;
 constexpr int DV_PAD = HEAD_DIM > 128 && HEAD_DIM_V <= 128 ? 128 : D_PAD;
-static_assert(HEAD_DIM % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
+static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows of a tensor map are multiples of 16 bytes");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the tiles of V and dO are not wider than those of K and Q");
 static_assert(!NARROW_V || (HEAD_DIM <= 192 && HEAD_DIM_V <= 128), "wider heads exceed the register file");
 
@@ -78,7 +78,8 @@ struct BwdBarriers {
             mbarrier_init(dOPipeline::empty(base, stage), 8);
         }
     }
-    // Initialises one barrier of each array of two. i: the consumer for dQ, the parity of the m_block for dS.
+    // Initialises one barrier of each array of two. i: the consumer for dQ, the parity of the m_block for dS
+    // (bwd_wgmma_persistent: of the next m_block).
     static __device__ __forceinline__ void init_dQ_dS(SmemAddr base, unsigned i) {
         mbarrier_init(FulldQ::at(base, i), 4);   // one lane per warp of the consumer
         mbarrier_init(EmptydQ::at(base, i), 1);  // the dQ-store warp

@@ -23,8 +23,9 @@ struct RowTile {
 constexpr int MOST_QUERIES = SHORT_SEQUENCES ? SHORT_SEQUENCES : 0x7fffffff;
 
 #if RAGGED
-// cu_seqlens of queries or of keys. qhead_per_khead: with packed GQA, the number of query heads that are rows of one
-// tile; row = query * qhead_per_khead + head in the group.
+// cu_seqlens of queries or of keys. qhead_per_khead: with the packed rows of fwd_decode, the number of query heads that
+// are rows of one tile; row = query * qhead_per_khead + head in the group (PACK_GQA in work_tile.cuh has another
+// order).
 struct Offsets {
     const int* cu_seqlens;  // (count + 1,)
     long long stride;

@@ -12,8 +12,9 @@
 // holds the list entry of a block map, and the bias tile, read later.
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
 // Modify and mask scores while P V of the previous key tile is computed: up to +30% with a bias, +5% with ALiBi, +15%
-// with SOFTCAP, +9% with a score_mod; without a modification up to 2% slower. Not where registers would spill, nor with
-// SOFTCAP where it is up to 5% slower: for D > 128, and with a tanh of several instructions (float16) for D > 96.
+// with SOFTCAP, +9% with a score_mod; without a modification up to 2% slower. Not in variants whose registers would
+// spill (SCORE_MOD_SPILLS; two with ALiBi spill 12 and 80 bytes nevertheless: fwd_wgmma.spills.json), nor with SOFTCAP
+// where it is up to 5% slower: for D > 128, and with a tanh of several instructions (float16) for D > 96.
 constexpr int MAX_SOFTCAP_COLUMNS = expression::TANH_IS_ONE_INSTRUCTION ? 128 : 96;
 constexpr bool SCORE_MOD_SPILLS = (SOFTCAP && Head::HAS_BLOCK_MAP) || (CAUSAL && CONSUMERS == 3 && BLOCK_N == 96);
 constexpr bool SCORE_MOD_OVERLAPS_PV = Head::HAS_SCORE_MOD && !SCORE_MOD_SPILLS &&
@@ -90,8 +91,8 @@ struct WorkTileConsumer : ConsumerTiles {
 
     // ---- scores and mask
 
-    // Key tile j; P V of the previous one has been issued. With a block map it must be called before K is released: the
-    // entry is in K's stage.
+    // Key tile j. To be called after mma_PV of the previous one, which reads PV_n0. With a block map it must be called
+    // before K is released: the entry is in K's stage.
     __device__ __forceinline__ KeyTile read_key_tile(int j) {
         // uniform(), a redux.sync, also synchronises the warp: all lanes have read the word before one releases K.
         const KeyTile tile =

@@ -1,8 +1,8 @@
 // How the three kernels from fwd_wgmma.cu differ:
 //
 // - fwd_wgmma: one range of keys; the functions for several do nothing. store_non_finite recomputes all rows of a warp.
-// - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and blocks share its keys
-//   (key_splits.cuh).
+// - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and several work tiles share
+//   the keys of the same rows (key_splits.cuh).
 // - fwd_wgmma_invariant: as fwd_wgmma_split, but the sums of a row begin anew with each of some fixed ranges of keys,
 //   the rows of V behind the last key are cleared, and only rows that are not finite are recomputed. Elsewhere: m is
 //   raised by row (softmax.cuh), O and LSE are rounded in one order (epilogue.cuh, score_mod.cuh).
@@ -11,7 +11,7 @@
 #include "key_splits.cuh"
 #include "non_finite.cuh"
 
-// Blocks that share the keys of a work tile.
+// Number of work tiles that share the keys of the same rows.
 __device__ __forceinline__ unsigned key_splits(const Arguments& args) {
 #if KEY_SPLITS
     return args.splits;

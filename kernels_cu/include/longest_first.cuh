@@ -6,8 +6,8 @@
 //
 // Heads are grouped so that the keys and values that are read at the same time stay in L2 (L2 head groups). In a ragged
 // batch the last group has up to twice as many heads: its short tiles fill the tail of the grid. Tiles are sorted by
-// length bucket (two key tiles, or four query tiles, wide), so that tiles of one sequence stay together, those of all
-// heads of the group. In measurements, 16 x 512 is 16 sequences of 512 rows.
+// length bucket (two key tiles, or four query tiles, wide), so that the tiles of one sequence stay together; each is
+// followed by the same tile of the other heads of the group. In measurements, 16 x 512 is 16 sequences of 512 rows.
 #pragma once
 #include <hopper.cuh>
 #include "work_tile.cuh"
@@ -73,7 +73,7 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
         // heads: as many as have Q and dO in a third of L2. dQ_accum is in L2, too, so if HEAD_DIM > 64 and heads < 7,
-        // the group has one head, max(heads / 4, 1) (16 x 512: +1.9%, random lengths up to 883: +2.7%; at D = 64 it
+        // the group has one head: heads / 4 is 0 or 1 (16 x 512: +1.9%, random lengths up to 883: +2.7%; at D = 64 it
         // would cost 0.7%). From 7 heads on it has all of them (4 x 512: 4.3% faster than with heads / 2).
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
         return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
@@ -127,8 +127,8 @@ struct LongestFirst {
         // Binary search: count(bucket) > index, count(end) <= index.
         int bucket = -1, end = (longest + Tiles::BUCKET - 1) / Tiles::BUCKET + Tiles::FIRST_BUCKET_HALVED;
         int from_end = 0;  // count(end)
-        // If one_bucket, the search ends with bucket = 0, end = 2: the two halves are one bucket. (For a tile without
-        // visible keys it ends with -1 and 0.)
+        // If one_bucket, the search ends with bucket = 0, end = 2: the two halves are one bucket. (For a tile of
+        // length 0 it ends with -1 and 0.)
         const bool one_bucket = Tiles::FIRST_BUCKET_HALVED && longest <= Tiles::BUCKET;
 #pragma unroll 1
         while (end - bucket > (one_bucket && bucket == 0 ? 2 : 1)) {

@@ -1,5 +1,5 @@
-// Masking of a wgmma accumulator of BLOCK_N columns. mask.cuh defines which keys a row sees. Lane 4 g + q of a warp has
-// rows g and g + 8 of 16, and columns 2q and 2q + 1 of every 8 (QueryRows).
+// Score modification, masking and dropout of a wgmma accumulator of BLOCK_N columns. mask.cuh defines which keys a row
+// sees. Lane 4 g + q of a warp has rows g and g + 8 of 16, and columns 2q and 2q + 1 of every 8 (QueryRows).
 #pragma once
 #include "score_mod.cuh"
 #include "softmax_rows.cuh"

@@ -22,7 +22,8 @@ struct WarpSchedulerBarrier {
     __device__ __forceinline__ void pass() const { named_barrier_arrive(next_consumer, TURN_THREADS); }
 };
 
-// The consumers take turns for key tiles j < ping_pong_end, except for the first one (first_tile_has_turn):
+// The consumers take turns for key tiles j < ping_pong_end, except for key tile 0, or with STAGGERED the first one of
+// each consumer (first_tile_has_turn):
 //   STAGGERED: as many key tiles as the consumer with the fewest has.
 //   Four consumers (short sequences): until the first consumer has no more tiles. With a causal mask it finishes first
 //   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).

@@ -8,8 +8,8 @@
 //   const Head head(score, tile.b, h);                                         head.Sq, head.Sk, head.query(Q, h, i)
 // clang-format on
 //
-// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] .. cu_seqlens[b
-// + 1] - 1 (cu_seqlens.cuh).
+// A ragged batch is stored in tensors (1, heads, total rows, columns): sequence b is rows cu_seqlens[b] ..
+// cu_seqlens[b + 1] - 1 (cu_seqlens.cuh).
 //
 // A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch
 // entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only the entries of block_table whose pages

@@ -61,7 +61,7 @@ struct Swizzled {
                                                      int b, SmemAddr barrier) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
-            tma_load(tile + slab * SLAB_BYTES, map, column + slab * 64, s, h, b, barrier);
+            tma_load(tile + slab * SLAB_BYTES, map, column + slab * SLAB_COLUMNS, s, h, b, barrier);
     }
     // Stores one box of each slab, of as many rows as the map's box, from row s on: `slabs` slabs from slab `first` on,
     // which begin in shared memory at `from`.

@@ -3,7 +3,8 @@
 // BwdWorkTile in tile_scheduler_bwd.cuh (bwd_wgmma) and work_tile_of in tile_scheduler_bwd_persistent.cuh.
 //
 //   for_each_work_tile, for_each_window_work_tile   static (FlashAttention-3: StaticPersistentTileScheduler)
-//   LongestFirst, CausalOrder (longest_first.cuh)   dynamic (DynamicPersistentTileScheduler): ragged, with a block map
+//   LongestFirst, CausalOrder (longest_first.cuh)   dynamic (DynamicPersistentTileScheduler): for ragged batches,
+//                                                   and for dense batches with a block map
 //   SchedulerPipeline<AT>                           broadcasts the work tile inside a block; its publish_all chooses
 //                                                   one of these orders (forward)
 //

@@ -68,11 +68,11 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // A tensor map, encoded by cuTensorMapEncodeTiled: a (B, H, S, D) tensor, and the box that one copy moves. A kernel
 // parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py.
 //
-// In a ragged batch, and for keys in pages, the map has five dimensions. The row of the tensor is end + s: coordinate b
-// is the row `end` at which the sequence (with pages: the valid keys of the box) ends, and s = -1, -2, ... counts
-// backwards from it. Rows from s = 0 on are out of bounds: their coordinate 1 is at least RAGGED_OFFSET, its size. The
-// coordinates of the other dimensions are always in bounds. RAGGED_OFFSET is added to s, since a negative coordinate
-// would be out of bounds:
+// In a ragged batch, and for keys in pages (except in fwd_latent_wgmma), the map has five dimensions. The row of the
+// tensor is end + s: coordinate b is the row `end` at which the sequence (with pages: the valid keys of the box) ends,
+// and s = -1, -2, ... counts backwards from it. Rows from s = 0 on are out of bounds: their coordinate 1 is at least
+// RAGGED_OFFSET, its size. The coordinates of the other dimensions are always in bounds. RAGGED_OFFSET is added to s,
+// since a negative coordinate would be out of bounds:
 //
 //   dimension     0        1                    2           3           4
 //   coordinate    d        s + RAGGED_OFFSET    h           end         RAGGED_OFFSET
