@@ -21,7 +21,7 @@ from ..core.score import Score
 from ..engine import choose, pipeline
 from ..engine.staging import Staged
 from ..launch.arguments import scratch_of
-from ..launch.dlpack import HOST, ArrayView, Device, Library, dense_strides, library_of
+from ..launch.dlpack import HOST, ArrayView, Device, Library, UnsupportedDtype, dense_strides, library_of
 from .dispatch import ALIGNED, MAX_PLANS, NO_KEY
 from .options import check_dimensions, check_int32, tile_in_key
 from .plan import launch_device, one_library
@@ -131,10 +131,11 @@ def _check_append_shapes(k_new: Any, v_new: Any, k_pages: Any, v_pages: Any, lay
     heads = 1 if layout.startswith("(B") else 2
     for name, new, pages in (("k", k_new, k_pages), ("v", v_new, v_pages)):
         Hk, D = new.shape[1], new.shape[-1]
+        dimensions = "B, Hk, n, D" if len(new.shape) == 4 else "total, Hk, D"
         if (pages.shape[heads], pages.shape[3]) != (Hk, D):
             raise UnsupportedProblem(
                 f"{name}_pages has shape {tuple(pages.shape)}: it must be {layout} with "
-                f"Hk={Hk} and D={D}, as {name}_new of shape {tuple(new.shape)}"
+                f"Hk={Hk} and D={D}, as {name}_new, ({dimensions}), of shape {tuple(new.shape)}"
             )
     for k_name, k, v_name, v in (("k_new", k_new, "v_new", v_new), ("k_pages", k_pages, "v_pages", v_pages)):
         if k.shape[:-1] != v.shape[:-1]:
@@ -340,7 +341,7 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
     kernel = registry.get(name, "operation")
     _check_count(kernel, len(arrays))
     one_library([*operation_of(kernel).inputs], arrays)
-    views = [*map(library.view, arrays)]
+    views = [_view(kernel, library, *named) for named in zip(operation_of(kernel).inputs, arrays, strict=True)]
     problem: Any = problem_of(kernel, views)
     home = views[0].device
     device = launch_device(home, backend)
@@ -359,6 +360,16 @@ def _planned(name: str, arrays: tuple[Any, ...], library: Library, tile: Any, ba
     if convert := library.to_caller(arrays[0]):
         return _Plan(lambda arrays, addresses: tuple(map(convert, launch(arrays, addresses))), aligned)
     return _Plan(launch, aligned)
+
+
+def _view(kernel: Kernel, library: Library, name: str, array: Any) -> ArrayView:
+    """The view of an input. Raises UnsupportedProblem with its name if its dtype is not supported."""
+    try:
+        return library.view(array)
+    except UnsupportedDtype as error:
+        dtype = operation_of(kernel).inputs[name].dtype
+        reason = f"{name} must be {dtype}: {error.reason}" if dtype else f"{name}: {error}"
+        raise UnsupportedProblem(f"{kernel.name}: {reason}") from None
 
 
 def _checking(making: _Making, plan: _Run) -> _Run:

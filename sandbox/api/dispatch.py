@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 MAX_PLANS, _MAX_ROUTES = 4096, 8
-ALIGNED = 16  # bytes: alignment that allocators provide, and that routes and, in `sandbox.call`, most inputs require
+ALIGNED = 16  # bytes: what allocators provide; routes require it, and so do most inputs of `sandbox.call`
 # Raised if a call has no key: arrays are of several libraries, without memory, or lazily negated.
 NO_KEY = (TypeError, AttributeError, RuntimeError)
 

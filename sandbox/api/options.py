@@ -69,15 +69,17 @@ class ForwardKeywords(BackwardKeywords, PagedKeywords, total=False):
     or an int64 array of one element, which the kernel reads; None draws a seed from the library's own generator.
 
     descale: required if k is float8: the factors by which q, k and v are multiplied. Each is a positive number, or a
-    float32 array >= 0 that broadcasts to (B, heads). If q is float8, P is multiplied by the largest number of v's dtype
-    and rounded to that dtype (fwd_wgmma_fp8: by 1/16 or 1/32 of this number, so that P can grow with a higher score
-    before a row is rescaled); out_dtype: bfloat16 (the default), float16 or float32. With q in float16 or bfloat16, k
-    and v are converted (exactly) to 16 bits, and out has q's dtype.
+    float32 array >= 0 that broadcasts to (B, heads). If q is float8, fwd_mma_fp8 multiplies P by the largest number of
+    v's dtype and rounds it to that dtype (fwd_wgmma_fp8: by 1/16 or 1/32 of this number, so that P can grow with a
+    higher score before a row is rescaled); fwd_decode rounds P to float16; fwd_minimal and fwd_block2d keep it in
+    float32. out_dtype: bfloat16 (the default), float16 or float32. With q in float16 or bfloat16, k and v are converted
+    (exactly) to 16 bits (fwd_minimal, fwd_block2d: to float32), and out has q's dtype.
 
     invariant: the bits of a row of out and lse depend only on its q, its keys and the options. They do not depend on
     the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
-    dense, ragged or in pages. They are equal on GPUs of one architecture (docs/bits.md). With dropout, out also
-    depends on the indices of the row. With q in float8 no kernel with tensor cores supports it.
+    dense, ragged or in pages. They are equal on GPUs of one compute capability, with one version of this package and
+    of NVRTC (docs/bits.md). With dropout, out also depends on the indices of the row. With q in float8 no kernel with
+    tensor cores supports it.
 
     kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
     (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or
@@ -361,7 +363,8 @@ def no_derivative(name: str) -> str:
 
 _ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
     "scale": "multiply q by it and pass scale=1.0",
-    "alibi": "bias=-slopes[:, None, None] * abs(i + Sk - Sq - j) instead, which has a gradient",
+    "alibi": "bias=-slopes[:, None, None] * abs(i + diagonal - j) instead, which has a gradient; diagonal is Sk - Sq, "
+    'with key_lengths key_lengths[b] - Sq, with causal="top-left" 0',
     "score": "what it adds as bias=, such as bias=table[:, bucket]",
 }
 

@@ -26,7 +26,7 @@ from .validate import DTYPES, argument_name, check_contents, problem_of, unreada
 
 _FORWARD = ("q", "k", "v")
 _BACKWARD = ("dout", *_FORWARD, "out", "lse")
-_TENSORS = {  # {name in plans: name in the specs}, where they differ
+_TENSORS = {  # {name in plans: name in the specs}; others have the same name in both
     "dout": "dO", "q": "Q", "k": "K", "v": "V", "out": "O", "lse": "LSE", "dlse": "dLSE",
     **{name: BY_NAME[name].argument for name in ARRAYS},
 }  # fmt: skip

@@ -27,10 +27,10 @@ from .options import (
     ragged,
     replace,
 )
-from .torch_ops import Results, backward, batched, forward, or_zeros
+from .torch_ops import Tensors, backward, batched, forward, or_zeros
 
 
-def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
+def attention(arrays: Tensors, options: Options, with_lse: bool = True) -> tuple[Tensor, Any]:
     """(out, lse) of `sandbox.attention`, recorded by autograd or by a tracer. `arrays` are q, k, v and those that
     `options.array_names` names; unless `with_lse`, lse may be None."""
     _check_not_nested(arrays)
@@ -52,20 +52,20 @@ def attention(arrays: Results, options: Options, with_lse: bool = True) -> tuple
     return out, lse
 
 
-def record(arrays: Results, options: Options, found: Found, with_lse: bool) -> tuple[Tensor, Any]:
+def record(arrays: Tensors, options: Options, found: Found, with_lse: bool) -> tuple[Tensor, Any]:
     """(out, lse) recorded by autograd, of tensors that PyTorch does not have to intercept; `found`: the result of
     `dispatch.known`. Unless `with_lse`, lse is None: one result less for autograd."""
     results = _apply((options, found, with_lse), *arrays)
     return results if with_lse else (results, None)
 
 
-def unrecorded(arrays: Results, options: Options) -> Results:
+def unrecorded(arrays: Tensors, options: Options) -> Tensors:
     """(out, lse) of `sandbox.attention_forward` where PyTorch has to intercept the call."""
     with torch.no_grad():
         return attention(arrays, options)
 
 
-def paged_forward(arrays: Results, options: Options) -> Results:
+def paged_forward(arrays: Tensors, options: Options) -> Tensors:
     """`unrecorded`, of keys in pages. Raises UnsupportedProblem where a gradient is required."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, options.scale)):
         raise UnsupportedProblem(
@@ -74,7 +74,7 @@ def paged_forward(arrays: Results, options: Options) -> Results:
     return unrecorded(arrays, options)
 
 
-def gradients(arrays: Results, options: Options) -> Results:
+def gradients(arrays: Tensors, options: Options) -> Tensors:
     """dq, dk, dv of `sandbox.attention_backward` where PyTorch has to intercept the call."""
     _check_not_nested(arrays)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def nested_as(q: Tensor, x: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), offsets=offsets).transpose(1, 2)
 
 
-def _check_not_nested(arrays: Results) -> None:
+def _check_not_nested(arrays: Tensors) -> None:
     """Raises UnsupportedProblem for nested tensors that `ragged_of_nested` did not convert."""
     if any(getattr(x, "is_nested", False) for x in arrays):
         raise UnsupportedProblem(NESTED)

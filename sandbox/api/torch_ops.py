@@ -2,8 +2,9 @@
 
 "sandbox::attention_forward" and "sandbox::attention_backward" take causal, scale, kernel, tile and backend, but no
 options. The backward also takes deterministic and dlse.
-"sandbox::scored_attention_forward" and "sandbox::scored_attention_backward" have an argument for each option with a
-gradient, a list of all other tensors, and a JSON string with their names and with all other options.
+The scored operators, "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward", have in addition an
+argument for each option with a gradient, a list of all other tensors, and a JSON string with their names and with all
+other options; the backward also `wanted`, the names of the options whose gradients to compute.
 
 All have gradients; that of a backward raises UnsupportedProblem. All have fake implementations, which return tensors
 with the right shapes and strides without computing. The first two have rules for torch.func.vmap, which merge the
@@ -33,12 +34,12 @@ from .dispatch import run_backward, run_forward, scale_number
 from .options import DIFFERENTIABLE, Options, for_backward, replace
 from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile
 
-Results = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 # causal, scale, kernel, tile, backend of an operator
 OperatorArguments = tuple[str, float | None, str | None, str, str | None]
 
 
-def forward(arrays: Results, options: Options) -> Results:
+def forward(arrays: Tensors, options: Options) -> Tensors:
     """(out, lse) by the operators, of q, k, v and the arrays that `options.array_names` names."""
     if not options.has_more:
         return call_operator(_forward, _Forward, *arrays, *_operator_arguments(options, options.scale))
@@ -49,7 +50,7 @@ def forward(arrays: Results, options: Options) -> Results:
     )
 
 
-def backward(arrays: Results, options: Options, dlse: Tensor | None = None, gradients: tuple[str, ...] = ()) -> Results:
+def backward(arrays: Tensors, options: Options, dlse: Tensor | None = None, gradients: tuple[str, ...] = ()) -> Tensors:
     """dq, dk, dv, and dbias and dsink if `gradients` names them, by the operators. `arrays`: dout, q, k, v, out,
     lse and the arrays that `options.array_names` names."""
     scale = options.scale if options.scale is None else scale_number(options.scale)
@@ -61,7 +62,7 @@ def backward(arrays: Results, options: Options, dlse: Tensor | None = None, grad
     return (*found[:3], *(found[i] for i, name in ((3, "dbias"), (4, "dsink")) if name in gradients))
 
 
-def float8_forward(arrays: Results, options: Options) -> Results:
+def float8_forward(arrays: Tensors, options: Options) -> Tensors:
     """(out, lse) of float8 tensors. There is no operator: torch.compile breaks the graph here. Raises
     UnsupportedProblem where a gradient is required, and where PyTorch has to intercept the call."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (*arrays, options.scale)):
@@ -139,7 +140,7 @@ def _forward(
 
 
 @_forward.register_fake
-def results_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Results:
+def results_like(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensors:
     """Uninitialised tensors with the shapes, strides and dtypes of out and lse."""
     out = (*q.shape[:3], v.shape[3])
     strides = dense_strides(out, q.stride())
@@ -157,12 +158,12 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Results:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensors:
     return empty_like(q), empty_like(k), empty_like(v)
 
 
 def _run_backward(
-    arrays: Results, dlse: Tensor | None, options: Options, more: Results, gradients: tuple[str, ...] = ()
+    arrays: Tensors, dlse: Tensor | None, options: Options, more: Tensors, gradients: tuple[str, ...] = ()
 ) -> tuple[Any, ...]:
     options, more = for_backward(options, more, dlse, gradients)
     return run_backward((*arrays, *more), options)
@@ -175,7 +176,7 @@ def empty_like(x: Tensor) -> Tensor:
 def _vmapped(operator: Any) -> None:
     """Registers the rule of `operator` for torch.func.vmap: the mapped dimension is merged into B."""
 
-    def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Results, tuple[int, ...]]:
+    def rule(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
         n = info.batch_size
         folded = [_folded(x, n, dim) if isinstance(x, Tensor) else x for x, dim in zip(inputs, dims, strict=True)]
         results = operator(*folded)
@@ -224,7 +225,7 @@ def _scored_backward(
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Any, bias: Any, sink: Any,
     *rest: Any,
-) -> Results:  # fmt: skip
+) -> Tensors:  # fmt: skip
     wanted = rest[-1].split()
     dbias = empty_like(bias) if "dbias" in wanted else q.new_empty(0)
     return empty_like(q), empty_like(k), empty_like(v), dbias, empty_like(sink) if "dsink" in wanted else q.new_empty(0)
@@ -243,7 +244,7 @@ _scored_backward.register_vmap(_no_vmap)
 # ---- their gradients
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     q, k, v, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)  # the gradient of lse is None if lse is not used
@@ -309,7 +310,7 @@ _REMEDIES = {
 }
 
 
-def call_operator(operator: Any, function: Any, *inputs: Any) -> Results:
+def call_operator(operator: Any, function: Any, *inputs: Any) -> Tensors:
     """The results of `operator`, through its autograd.Function `function` unless a tracer needs the operator itself."""
     compiling = torch.compiler.is_compiling()
     if forward_ad._current_level >= 0:
@@ -330,13 +331,13 @@ def call_operator(operator: Any, function: Any, *inputs: Any) -> Results:
 # ---- the gradients of the scored operators
 
 
-def _setup_scored_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _setup_scored_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     *arrays, tensors, ctx.text, ctx.causal, ctx.scale, _, _, ctx.backend = inputs
     ctx.save_for_backward(*arrays, *output, *tensors)
     ctx.set_materialize_grads(False)
 
 
-def _call_scored_backward(dout: Tensor, *inputs: Any) -> Results:
+def _call_scored_backward(dout: Tensor, *inputs: Any) -> Tensors:
     """The results of the backward operator. Raises UnsupportedProblem for batched gradients: PyTorch has no fallback
     for an operator with a list of tensors."""
     dlse = inputs[5]

@@ -25,7 +25,7 @@ from ..core.normalise import cdiv
 from ..core.tile import Tile
 from . import torch_exit as torch_exit  # registers itself at exit
 from .dispatch import MAX_PLANS, Rejection, plan_forward, run_backward, run_forward
-from .options import Options, collect, plain_options, ragged, replace
+from .options import Options, check_int32, collect, plain_options, ragged, replace
 from .plan import named
 
 NAME = "sandbox"  # in PyTorch's registry
@@ -320,6 +320,8 @@ def _flash_forward(
             "return_debug_mask of a ragged batch with dropout is not supported in use_in_torch: no kernel writes the "
             "mask; call the operator outside of use_in_torch, or omit return_debug_mask"
         )
+    for name, x in (("cum_seq_q", cum_seq_q), ("cum_seq_k", cum_seq_k)):
+        check_int32(name, x)
     options, more = ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     out, lse = slot.attend((*_one_batch(q, k, v), *more), options)
     return _dense_like(q, out[0].transpose(0, 1)), lse[0], *auxiliary
@@ -337,6 +339,8 @@ def _flash_backward(
         arrays = *_heads_first(dout, q, k, v, out), lse, *more
         found = _heads_first(*slot.differentiate(arrays, options))
         return tuple(map(_dense_like, (q, k, v), found))
+    for name, x in (("cum_seq_q", cum_seq_q), ("cum_seq_k", cum_seq_k)):
+        check_int32(name, x)
     options, more = ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     arrays = *_one_batch(dout, q, k, v, out), lse[None], *more
     rows = (x[0].transpose(0, 1) for x in slot.differentiate(arrays, options))

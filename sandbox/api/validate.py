@@ -50,7 +50,8 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
         if shape[-1] == 0:
             raise UnsupportedProblem(f"{name} has shape {shape}: its last dimension must be at least 1")
     if H % Hk if Hk else H:
-        raise UnsupportedProblem(f"q has H={H} heads and {k_name} has Hk={Hk}: H must be a multiple of Hk")
+        pages = f" of shape {k_shape}, (pages, page_size, Hk, D)," if BLOCK_TABLE in views else ""
+        raise UnsupportedProblem(f"q has H={H} heads and {k_name}{pages} has Hk={Hk}: H must be a multiple of Hk")
     fields: dict[str, Any] = {name: getattr(options, name) for name in FIELD_OPTIONS}
     if options.max_seqlen:
         fields["ragged"] = Sq, Sk

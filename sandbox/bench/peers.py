@@ -63,6 +63,8 @@ def get(name: str) -> list[Contender]:
         raise UnsupportedProblem(
             f"{name} must define `peers`, a list of sandbox.bench.peers.Contender: it has {found!r}"
         )
+    if name.endswith(".py"):
+        raise UnsupportedProblem(f"peers {name}: there is no such file")
     known = ", ".join(peer for peer in PEERS if peer != "triton")  # which supports no problem
     raise UnsupportedProblem(
         f"peer {name!r} is not known: choose from {known}, or name a Python file that defines `peers`"

@@ -67,7 +67,7 @@ def check_(number: int, file: Path, as_json: bool) -> None:
     name = faults.get(number).name
     if file.name != f"{name}.cu":
         raise SpecError(
-            f"{file} is not the file of fault {number}: pass {name}.cu, which `course start {number}` writes"
+            f"{file} is not the file of fault {number}: pass {name}.cu, which `course start {number} FOLDER` writes"
         )
     registry.add(file.parent)
     wrong = list(_wrong(registry.get(name)))

@@ -77,7 +77,9 @@ def normalise_descale(descale: Any, dtype: str, B: int, H: int, Hk: int) -> Desc
     if not descale:
         return ()
     if dtype not in FLOAT8:
-        raise SpecError(f"descale={descale!r} is not supported with {dtype}, only with float8: use scale")
+        raise SpecError(
+            f"descale={descale!r} is not supported with {dtype}, only with float8: multiply q, k and v by their factors"
+        )
     if not isinstance(descale, Sequence) or len(descale) != 3:
         raise SpecError(f"descale={descale!r} must have three elements: the factors of q, k and v")
     found: list[float | tuple[int, ...]] = []

@@ -284,6 +284,7 @@ class Kernel(Entry):
                 dimensions = f"{name} is" if self.max_Dv else "head dimensions are"
                 latent = self.computes == "forward" and width > 256 and not self.latent
                 latent = latent and not problem.latent and not problem.invariant and problem.dtype in OF_16_BITS
+                latent = latent and (arch is None or arch[0] == 9)
                 hint = " (latent attention, v=k[..., :Dv], has another kernel, with D <= 576)" if latent else ""
                 return f"{self.name}: {name}={width} is not supported: {dimensions} at most {most}{hint}"
         if reason := self.supports(problem, arch):

@@ -154,7 +154,7 @@ def entry_owner(name: str, computes: str = "") -> Kernel:
         if why := _not_found(str(name)):
             raise UnknownKernel(f"kernel {name!r} is not known: {why}")
         named = [k.name for k in known.values() if computes in ("", "operation" if k.custom else k.computes)]
-        near = difflib.get_close_matches(str(name), named, 1)
+        near = difflib.get_close_matches(str(name), named if computes else [*owners], 1)
         hint = f"did you mean {near[0]}? " if near else ""
         skipped = "".join(f"; skipped: {error}" for error in broken.values())
         raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(named)}{skipped}")
@@ -163,13 +163,16 @@ def entry_owner(name: str, computes: str = "") -> Kernel:
 
 def _not_found(name: str) -> str:
     """Why a `.cu` or a spec of that name is not a kernel; "" if there is none."""
-    stem = name.removesuffix(".py")
+    stem = name.removesuffix(".py").removesuffix(".cu")
     for folder in folders():
         files = [str(folder / f"{stem}{suffix}") for suffix in (".cu", ".py")]
         there, missing = ([file for file in files if os.path.isfile(file) is found] for found in (True, False))
         if there and missing:
             return f"{there[0]} has no {Path(missing[0]).name} beside it"
     if os.path.isfile(f"{stem}.cu"):
+        parent, own = os.path.split(stem)
+        if parent:
+            return f"{stem}.cu is a path: pass {stem}.cu to a command, or set {VARIABLE}={parent} and pass {own}"
         return f"{stem}.cu is in the working directory: pass {stem}.cu to a command, or set {VARIABLE}=."
     return ""
 

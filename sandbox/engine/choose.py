@@ -96,10 +96,11 @@ def choose_tile(
         (_fitted(candidate, multiprocessors) for candidate in ranks),
         "the first of the spec's tiles that fits and does not spill",
     )
+    tuned_first = {found: f"tuned on {gpu}"} if found else {}
     candidates = (
         {tile: "as passed by the caller"}
         if tile is not None
-        else {**({found: f"tuned on {gpu}"} if found else {}), **own}
+        else tuned_first | own | tuned_first  # with the reason of the tuned tile if it is also one of the spec's
     )
     reasons: list[str] = []
     spilled: dict[Tile, int] = {}

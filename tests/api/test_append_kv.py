@@ -156,6 +156,13 @@ def test_what_makes_no_sense(changes: dict[str, Any], error: type[Exception], sa
         sandbox.append_kv(drawn(14, Hk, D), drawn(14, Hk, Dv), v_pages=v_pages, **given)
 
 
+def test_an_unsupported_dtype_is_rejected_with_the_name_of_the_array() -> None:
+    k_pages, v_pages, table = pages()
+    new = drawn(14, Hk, D), drawn(14, Hk, Dv).astype(np.float64)
+    with pytest.raises(UnsupportedProblem, match=r"append_kv: v_new: dtype float64 \(NumPy\) is not supported"):
+        sandbox.append_kv(*new, k_pages, v_pages, table, LENGTHS, cu_seqlens=OFFSETS)
+
+
 @pytest.mark.parametrize("calls", [1, 2], ids=["new plan", "known plan"])
 def test_autograd_notices_what_was_written(calls: int) -> None:
     """A tensor that was saved for a backward and then changed would give a wrong gradient."""

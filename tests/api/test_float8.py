@@ -183,7 +183,7 @@ def test_refusals() -> None:
             sandbox.attention_backward(q.half(), *given, q.half(), lse)
     with pytest.raises(TypeError, match="'descale': use q, k and v in float16 or bfloat16: float8 has no gradient"):
         sandbox.attention_backward(q.half(), q, k, v, q.half(), lse, descale=one)
-    with pytest.raises(SpecError, match=r"is not supported with float32, only with float8: use scale"):
+    with pytest.raises(SpecError, match="with float32, only with float8: multiply q, k and v by their factors"):
         sandbox.attention(q.float(), k.float(), v.float(), descale=(*one[:2], 2))
     with pytest.raises(SpecError, match=r"must have three elements"):
         sandbox.attention(q, k, v, descale=(1, 1))

@@ -477,6 +477,12 @@ def test_a_debug_mask_of_a_ragged_batch_is_refused() -> None:
     assert not isinstance(e.value, UnsupportedProblem)  # which PyTorch's own kernel answers for
 
 
+def test_int64_offsets_of_a_ragged_batch_are_rejected() -> None:
+    x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12])
+    with sandbox.use_in_torch(**EXACT), pytest.raises(UnsupportedProblem, match="cum_seq_k is int64: it must be int32"):
+        torch.ops.aten._flash_attention_forward(x, x, x, offsets.int(), offsets, 7, 7, 0.0, False, False)
+
+
 @pytest.mark.parametrize("place", ["heads", "rows", "both"])
 def test_results_of_broadcast_inputs_lie_as_pytorchs(place: str) -> None:
     """Those of nested tensors whose batch or heads are broadcast: PyTorch views out as one row of numbers."""

@@ -509,7 +509,7 @@ def test_help(command: tuple[str, ...]) -> None:
         (("list", "--shape", "1,0,64,64"), "sandbox: shape '1,0,64,64': H=0: a problem has at least one query head"),
         (
             ("list", "--shape", "1,2,300,64", "--kv-dtype", "float16"),
-            "Invalid value for --kv-dtype: float16 is not float8: choose float8_e4m3 or float8_e5m2, or omit it",
+            "Invalid value for --kv-dtype: float16 is not supported: choose float8_e4m3 or float8_e5m2, or omit it",
         ),
         (("run", "--shape", ""), "Invalid value for '--shape': '' is blank: pass a value, or omit the option"),
         (("bench", "--shape", "1,1,5,64", "--shape", " "), "Invalid value for '--shape': ' ' is blank"),

@@ -64,7 +64,9 @@ def test_files_that_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("spec", f"{tmp_path}/spec.py has no spec.cu beside it"),
         ("course_01", "course_01.cu is in the working directory: pass course_01.cu to a command, or set SANDBOX_K"),
         ("course_01.py", "course_01.cu is in the working directory: pass course_01.cu"),
-        ("my.cu", "kernel 'my.cu' is not known: the kernels are"),
+        ("my.cu", f"kernel 'my.cu' is not known: {tmp_path}/my.cu has no my.py beside it"),
+        (str(tmp_path / "here" / "course_01.cu"), f"command, or set SANDBOX_KERNELS={tmp_path}/here and"),
+        ("bwd_wgmma_postproces", "did you mean bwd_wgmma_postprocess? "),
         ("x" * 300, "the kernels are"),
     ):
         with pytest.raises(UnknownKernel) as caught:

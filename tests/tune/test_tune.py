@@ -22,7 +22,7 @@ from rich.console import Console
 import sandbox
 from sandbox.bench.timing import Timing
 from sandbox.cli import cli
-from sandbox.core import jsonl, registry
+from sandbox.core import jsonl, log, registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.engine import choose, pipeline, tuned
 from sandbox.jobs.pool import WorkerPool
@@ -291,10 +291,12 @@ def test_spaces_of_the_kernels_hold_their_tiles(name: str) -> None:
 # ---- who heeds it
 
 
-def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path) -> None:
+def test_choose_tile_heeds_what_was_found(own_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     finished(FakeExecutor())
     arch, other = (9, 0), dataclasses.replace(PROBLEM, Sk=9000)
+    caplog.set_level(log.CHOICES, "sandbox")
     assert choose.choose_tile(MINIMAL, PROBLEM, arch, gpu=GPU) == BEST
+    assert f"tile {BEST}, tuned on {GPU}" in caplog.text
     assert choose.choose_tile(MINIMAL, PROBLEM, arch) == MINIMAL.tiles[0]
     assert choose.choose_tile(MINIMAL, PROBLEM, arch, gpu="another GPU") == MINIMAL.tiles[0]
     assert choose.choose_tile(MINIMAL, other, arch, gpu=GPU) == MINIMAL.tiles[0]
