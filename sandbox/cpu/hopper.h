@@ -7,9 +7,10 @@ constexpr unsigned REGISTERS = 65536;  // of an SM
 // An mbarrier's 64-bit word. A phase ends when no arrivals and no transaction bytes are pending.
 struct Mbarrier {
     uint64_t magic : 4, parity : 1, expected : 12, missing : 12;
-    uint64_t unseen : 2;                  // phases that have ended since the last wait returned; 3 stands for more
+    uint64_t unseen : 2;                  // phases that have ended since the last wait returned, or NO_WAIT_YET
     int64_t bytes : 33;                   // expected minus received; negative if they are received before expect_tx
     static constexpr uint64_t MAGIC = 5;  // neither zeros nor poison
+    static constexpr uint64_t NO_WAIT_YET = 3;
 };
 static_assert(sizeof(Mbarrier) == 8, "one word");
 

@@ -54,7 +54,7 @@ void end_phase(Block& block, char* at) {
     if (barrier.missing || barrier.bytes) return;
     barrier.parity ^= 1;
     barrier.missing = barrier.expected;
-    if (barrier.unseen < 3) ++barrier.unseen;
+    if (barrier.unseen < 2) ++barrier.unseen;
     block.wake(State::at_mbarrier, at, barrier.parity ^ 1);
 }
 
@@ -227,7 +227,8 @@ extern "C" void sandbox_mbarrier_init(char* at, unsigned arrivals, Site site) {
     barrier.magic = Mbarrier::MAGIC;
     barrier.parity = 0;
     barrier.expected = barrier.missing = arrivals;
-    barrier.bytes = barrier.unseen = 0;
+    barrier.bytes = 0;
+    barrier.unseen = Mbarrier::NO_WAIT_YET;
     current->hopper.mbarrier_inits.add() = {at, site};
     current->hopper.proxies.write(at - current->smem.dynamic, at + 8 - current->smem.dynamic, thread_of(self()));
 }
@@ -248,7 +249,7 @@ extern "C" void sandbox_mbarrier_arrive(char* at, unsigned bytes, Site site) {
     barrier.bytes += bytes;
     --barrier.missing;
     end_phase(*current, at);
-    if (barrier.unseen > 1) {  // threads of which each waits for every phase would miss one
+    if (barrier.unseen == 2) {  // threads of which each waits for every phase would miss one; the first may be skipped
         const Site init = current->hopper.init_of(at);
         trap(site,
              "two phases of the mbarrier that is initialised at %s:%d have ended without a wait in between: more "
