@@ -13,8 +13,8 @@
 //                 ping-pong: while one consumer uses the tensor cores, the others compute exponentials
 //
 //   shared memory: Q [BLOCK_M / 64] | K [STAGES] | V [STAGES] | bias [STAGES] | O [BLOCK_M / 64] | mbarriers, lists
-//                  bias: only with BIAS_TILES; O: all or half of it, or in Q's buffer (epilogue.cuh); MERGE_RANGES:
-//                  before O the sums of earlier keys, if they fit
+//                  bias: only with BIAS_TILES; O: all or half of it, or in Q's buffer (epilogue.cuh). With
+//                  MERGE_RANGES (key_splits.cuh), between bias and O: the sums over earlier ranges of keys, if they fit
 // clang-format on
 //
 // S = Q K^T reads both operands from shared memory. P stays in registers as the A operand of O += P V; V is MN-major.
@@ -79,7 +79,8 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
     Scheduler::Writer work_tiles{smem};
     TileLists lists(smem + TILE_LISTS_AT);
     const unsigned splits = key_splits(args);
-    // A causal window has an order of its own only if its consumers are STAGGERED (which implies a left window bound).
+    // The order for causal windows (for_each_window_work_tile) is used only with STAGGERED (n_block_range.cuh), which
+    // implies a left window bound.
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.batch_heads * splits, args.H, args.group, args.tile_counter,
         [&](const WorkTile& tile) {
@@ -98,9 +99,10 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 //
 //   WorkTile (work_tile.cuh)             b, h(), batch_head, row0 (first row of the work tile, PACK_GQA: of the warp)
 //   ConsumerTiles (n_block_range.cuh)    head (its Head), warp, consumer, warp_row (first row of the warp's 16),
-//                                        own_tiles: how many key tiles it sees (with a block map: at most);
+//                                        own_tiles: how many key tiles the consumer sees (with a block map: at most);
 //                                        first_own, last: their first and last j
-//   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn, turns_end (ping-pong for j < it),
+//   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn,
+//                                        turns_end (ping-pong for j < turns_end),
 //                                        state: the thread's lane, g, q, and what lasts longer than a work tile
 //   KeyRangeConsumer (key_range_consumer.cuh)  what differs between the three kernels, such as begins_key_range
 struct ConsumerWarpgroup : KeyRangeConsumer {
@@ -236,8 +238,8 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         }
     }
 
-    // The tile's address. Wide heads: opaque (uniform is volatile), so that the loop recomputes the descriptors, which
-    // would not fit in registers.
+    // The tile's address. Wide heads: from uniform(), a volatile asm, which the compiler does not move out of the loop.
+    // Thus the loop recomputes the descriptors; they would not fit in registers.
     static __device__ __forceinline__ SmemAddr address(SmemAddr tile) {
         return D_PAD > 128 || DV_PAD > 128 ? uniform(tile) : tile;
     }

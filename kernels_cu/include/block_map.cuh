@@ -11,8 +11,9 @@
 // `words` words of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With HAS_ELEMENT_BITS (a mask tensor without
 // mask_mod) one bit per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key.
 // Rows 2k and 2k + 1 of the map are a pair. Element bits of 64 queries x 512 keys are written only if the mask hides
-// some of these elements, and leaves some of the pair's (128 queries x the same keys) visible. A work tile also reads
-// the bits of 64 hidden rows if others of its rows see a key: its rows must be in one pair.
+// some of these elements, and leaves some of the pair's (128 queries x the same keys) visible. The pair counts, not the
+// 64 queries alone, because a work tile also reads the bits of 64 hidden rows if others of its rows see a key. The rows
+// of a work tile must therefore be in one pair.
 //
 // A kernel with HAS_BLOCK_MAP skips tiles without a visible score, and does not mask fully visible tiles. Tiles are
 // multiples of MAP_N keys.
@@ -91,8 +92,8 @@ __device__ __forceinline__ MapTile map_tile(int m0, int n0) const {
 #endif
 }
 
-// HAS_ELEMENT_BITS: the bits of keys n0 .. n0 + KEYS - 1 of a query row, the last one for query_row >= Sq. n0 is a
-// multiple of 16, or of 32 if KEYS is.
+// HAS_ELEMENT_BITS: the bits of keys n0 .. n0 + KEYS - 1 of query_row, or of the last query row if query_row >= Sq.
+// n0 is a multiple of 16, or of 32 if KEYS is.
 template <int KEYS>
 __device__ __forceinline__ void element_bits(unsigned (&bits)[(KEYS + 31) / 32], int query_row, int n0) const {
 #if BLOCK_MAP

@@ -11,9 +11,9 @@ struct RowTile {
     __device__ __forceinline__ bool invalid() const { return b < 0; }
 };
 
-// Two kernels may share a ragged batch over pages. The one compiled with SHORT_SEQUENCES = n takes the sequences of at
-// most n queries, the one compiled with LONG_SEQUENCES = n those of more than n. The other's sequences have length 0.
-// Both macros 0: one kernel takes all sequences.
+// Two kernels may share a ragged batch with keys in pages. The one compiled with SHORT_SEQUENCES = n takes the
+// sequences of at most n queries, the one compiled with LONG_SEQUENCES = n those of more than n. The other's sequences
+// have length 0. Both macros 0: one kernel takes all sequences.
 #ifndef SHORT_SEQUENCES
 #define SHORT_SEQUENCES 0
 #endif

@@ -9,8 +9,8 @@
 constexpr unsigned MAX_SMEM = 232448, BARRIER_BYTES = 1024;
 constexpr bool fits_in_smem(unsigned tile_bytes) { return tile_bytes + BARRIER_BYTES <= MAX_SMEM; }
 
-// An element of O divided by l. INVARIANT: -0 becomes 0, since merged ranges of keys (key_splits.cuh) may change its
-// sign.
+// An element of O divided by l. INVARIANT: -0 becomes 0, since merging ranges of keys (key_splits.cuh) may change the
+// sign of a zero.
 __device__ __forceinline__ float normalized(float o, float O_scale) {
     return INVARIANT ? fmaf(o, O_scale, 0.0f) : o * O_scale;
 }

@@ -85,8 +85,8 @@ struct WorkTileConsumer : ConsumerTiles {
     }
 
     // Whether this consumer takes a turn for key tile j, which is the first one of this consumer or of a range of keys.
-    // Not for key tile 0, for which no consumer does, as none has exponentials yet that could overlap with MMAs. Not
-    // with STAGGERED, whose consumers have different first tiles.
+    // No consumer takes a turn for key tile 0: none has exponentials yet that could overlap with MMAs. With STAGGERED
+    // none takes a turn for its first tile, because the consumers' first tiles differ.
     __device__ __forceinline__ bool first_tile_has_turn(int j) const { return !STAGGERED && j > 0 && j < turns_end; }
 
     // ---- scores and mask
@@ -119,8 +119,8 @@ struct WorkTileConsumer : ConsumerTiles {
                    element_bits);
     }
     // Waits for S = Q K^T of key tile j, releases K, and turns S into masked raw scores. IN_FLIGHT: later MMAs that may
-    // be running. releases_last_Q: whether Q is released if j is the last tile; `consume` releases it if j is also the
-    // consumer's first one.
+    // be running. releases_last_Q: Q is released here if j is the last tile. False for the consumer's first tile: if
+    // that is also its last one, `consume` releases Q.
     template <int IN_FLIGHT>
     __device__ __forceinline__ KeyTile masked_scores(FragmentS& S, int j, bool releases_last_Q = true) {
         const KeyTile tile = read_key_tile(j);
@@ -153,8 +153,9 @@ struct WorkTileConsumer : ConsumerTiles {
         release_V(j);
     }
     // Reads the next work tile into state.scheduler.tile and sets state.has_work_tile, the condition of the loop over
-    // work tiles. This work tile's data are copies (ConsumerTiles). With SCHEDULE_LATE, if key tiles are left to drain,
-    // drain_last_tiles reads it after it has drained them (SCHEDULE_LATE says why).
+    // work tiles. The current work tile stays valid: ConsumerTiles has copies of its data. With SCHEDULE_LATE, if key
+    // tiles are left to drain, drain_last_tiles reads the next work tile instead, after it has drained them
+    // (SCHEDULE_LATE says why).
     __device__ __forceinline__ void fetch_next_work_tile() {
         if (!SCHEDULE_LATE || last + 1 >= pipeline_tiles()) state.has_work_tile = state.scheduler.next();
     }

@@ -3,9 +3,10 @@
 // - fwd_wgmma: one range of keys; the functions for several do nothing. store_non_finite recomputes all rows of a warp.
 // - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and several work tiles share
 //   the keys of the same rows (key_splits.cuh).
-// - fwd_wgmma_invariant: as fwd_wgmma_split, but the sums of a row begin anew with each of some fixed ranges of keys,
-//   the rows of V behind the last key are cleared, and only rows that are not finite are recomputed. Elsewhere: m is
-//   raised by row (softmax.cuh), O and LSE are rounded in one order (epilogue.cuh, score_mod.cuh).
+// - fwd_wgmma_invariant: as fwd_wgmma_split, but the keys are divided into fixed ranges (KeyRange), and the sums of a
+//   row begin anew with each range; the rows of V behind the last key are cleared, and only rows that are not finite
+//   are recomputed. Differences in other files: only rows that need it raise m (softmax.cuh), -0 in O becomes 0
+//   (epilogue.cuh), and LSE is computed by an explicit fmaf (score_mod.cuh).
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
@@ -51,7 +52,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
         if (SPLIT_KEYS) return;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
     }
-    // Waits for P V of tile j, with which O is complete so far, and releases V.
+    // Waits for P V of tile j, after which O includes all tiles of the range up to j, and releases V.
     __device__ __forceinline__ void wait_PV(SoftmaxState& softmax, int j) {
         wgmma_wait<0>();
         warpgroup_fence_operand(softmax.O);

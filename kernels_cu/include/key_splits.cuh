@@ -31,7 +31,7 @@ __device__ __forceinline__ float2 merge_factors(float m_earlier, float& m, float
     m = fmaxf(m_earlier, m_later);
     return make_float2(rescale_factor(m_earlier, m, scale_log2), rescale_factor(m_later, m, scale_log2));
 }
-// One rounding order, wherever it is compiled.
+// An explicit fmaf: the rounding must not depend on which product the compiler contracts to an FMA.
 __device__ __forceinline__ float merged(float earlier, float later, float2 factors) {
     return fmaf(earlier, factors.x, later * factors.y);
 }
@@ -91,7 +91,8 @@ struct EarlierKeys {
     // Calls use(i, sum) for the i-th vector of O of all keys.
     template <int LOADS, class Use>
     __device__ __forceinline__ void for_each_sum(const State& softmax, const Factors& factors, const Use& use) const {
-        __syncwarp();  // no load before the MMAs have ended: their results need the registers
+        // No load before the MMAs have ended: until then, P occupies the registers that the loaded values need.
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const float4 earlier = slot[i * THREADS];

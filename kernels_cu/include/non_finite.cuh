@@ -69,8 +69,9 @@ __device__ FALLBACK_INLINE void attend_non_finite(const View<const dtype>& Q, co
     }
 }
 
-// INVARIANT: computes those of rows m0 .. m0 + 7 again whose O is not finite. lanes: a bit for each lane with such an
-// element; lanes 4 g to 4 g + 3 have row m0 + g. The other rows keep their bits. A warp calls it.
+// INVARIANT: of rows m0 .. m0 + 7, computes again those whose O is not finite. lanes: a bit for each lane with an
+// element of O that is not finite; lanes 4 g to 4 g + 3 have row m0 + g. The other rows keep their bits. Called by a
+// warp.
 __device__ __forceinline__ void attend_non_finite_rows(const View<const dtype>& Q, const View<const dtype_k>& K,
                                                        const View<const dtype_v>& V, const View<dtype_o>& O, float* LSE,
                                                        int group, const Score& score, int b, int h, int H, int m0,

@@ -25,8 +25,9 @@ struct WarpSchedulerBarrier {
 // The consumers take turns for key tiles j < ping_pong_end, except for key tile 0, or with STAGGERED the first one of
 // each consumer (first_tile_has_turn):
 //   STAGGERED: as many key tiles as the consumer with the fewest has.
-//   Four consumers (short sequences): until the first consumer has no more tiles. With a causal mask it finishes first
-//   and must not wait for the others (+4% at S = 512; the same with two or three consumers: -2 ... +1%).
+//   Four consumers (short sequences): until the first consumer has no more tiles. With a causal mask it finishes first,
+//   and the kernel is faster if it does not wait for the others: +4% at S = 512 (with two or three consumers:
+//   -2 ... +1%).
 //   Two or three consumers, or PACK_GQA, with which all consumers see the same key tiles: all key tiles.
 __device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {
     const Head& head = work_tile.head;

@@ -156,7 +156,7 @@ struct Head : Mask {
     }
 
     // The score of a dot product after all modifications. T is float, or Dual for the derivative of x with respect to
-    // scale * (q . k), or with OF_BIAS to the bias; with RAW, too, it is that of x, not that of raw. Masked or
+    // scale * (q . k), or with OF_BIAS to the bias. With RAW, too, the derivative is that of x, not of raw. Masked or
     // out-of-bounds elements give an unspecified value without an out-of-bounds access. bias_value: the element's bias;
     // without this argument it is loaded here. A new modification takes x and its derivative from the one before
     // (Dual's functions, or with_derivative); see also HAS_SCORE_MOD, HAS_DERIVATIVE and softmax_scale_of.
@@ -239,11 +239,11 @@ struct Head : Mask {
             l == 0.0f       ? 0.0f
             : APPROXIMATELY ? reciprocal(l)
                             : 1.0f / l};
-        // One rounding order, whichever products the compiler contracts.
+        // With an explicit fmaf the rounding does not depend on which products the compiler contracts to FMAs.
         if (INVARIANT && UNITS != ScoreUnits::SCALED)
             row.lse = fmaf(m, softmax_scale, APPROXIMATELY ? lg2(l) * 0.693147181f : logf(l));
 #if SINK
-        // The sink adds exp(sink) to the sum. without: LSE without it.
+        // The sink adds exp(sink) to the sum. `without`: LSE without the sink.
         const float without = row.lse, gap = sink - without;
         row.lse = gap == 0.0f ? sink + 0.693147181f : fmaxf(sink, without) + log1pf(expf(-fabsf(gap)));
         if (sink == -INF || (without == INF && sink < INF)) row.lse = without;

@@ -1,6 +1,6 @@
 // Lengths and row addresses of a batch entry: they hide from most code whether a batch is dense, shortened
-// (key_lengths), ragged or paged. The order of work tiles, tensor maps (tma.cuh) and the loads of pages (fwd_load.cuh)
-// depend on it, too.
+// (key_lengths), ragged or paged. Exceptions, which depend on the kind of batch: the order of work tiles, tensor maps
+// (tma.cuh) and the loads of pages (fwd_load.cuh).
 //
 // clang-format off
 //   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   batch entry and first row of a tile
@@ -241,8 +241,9 @@ struct SeqlenInfo {
         const KeyAddress address = key_address(static_cast<int>(j));
         return tensor.row(address.batch_or_page, h, address.row);
     }
-    // TMA coordinates (s, b) of a box of ROWS keys from key j on, which are in one page. They are those of
-    // a ragged batch (tma_query_row above), with the rows of all pages as rows: keys from Sk on are outside of the map.
+    // TMA coordinates (s, b) of a box of ROWS keys from key j on; the keys are in one page. As in a ragged batch
+    // (tma_query_row above), b is the row at which the valid keys of the box end, and s is relative to it; rows are
+    // counted over all pages. Keys from Sk on are therefore outside of the map.
     template <int ROWS>
     __device__ __forceinline__ int2 tma_page_coords(int j) const {
         if (j >= Sk) return {0, 0};

@@ -1,6 +1,7 @@
 // Online softmax of a wgmma accumulator, with deferred rescaling (softmax_rows.cuh): P is computed with the maximum m
-// of the row's first tile. The 16 rows of a warp raise m if a thread's sum of a tile's P exceeds P_SUM_LIMIT in any of
-// them, and in every tile while |m| of one is large (m_is_large). INVARIANT: only the rows of which this holds.
+// of the row's first tile. In a later tile, all 16 rows of a warp raise m if, in any of these rows, a thread's sum of
+// the tile's P exceeds P_SUM_LIMIT or |m| is large (m_is_large). INVARIANT: only the rows for which one of these
+// conditions holds raise m.
 #pragma once
 #include "non_finite.cuh"
 #include "softmax_rows.cuh"

@@ -41,10 +41,10 @@ __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsig
 // Causal: L2 head groups (FlashAttention-3: L2 swizzle) of two waves each, longest tiles first. In serpentine order,
 // the two tiles of a block have together the same length in every block. Each group starts at another block, and a
 // remainder of heads joins the last group, as far as L2 permits (mean fraction of time in which a block is busy: 0.79
-// -> 0.95 at B8 H12 S1024 D64). If one head has four waves of tiles or more, no remainder joins: one head balances the
-// blocks, and more cost L2 hits (B1 H16 D128, S = 128k: 610 -> 706 TFLOP/s with separate heads,
-// experiments/008_hopper). Windows: one group, since most tiles have the same length. Not causal: one group, head by
-// head.
+// -> 0.95 at B8 H12 S1024 D64). If one head has four waves of tiles or more, no remainder joins: the tiles of one head
+// are enough to balance the blocks, and more heads at a time cost L2 hits (B1 H16 D128, S = 128k: 610 -> 706 TFLOP/s
+// with separate heads, experiments/008_hopper). Windows: one group, since most tiles have the same length. Not causal:
+// one group, head by head.
 //
 // WAVES_BY_HEAD: a block processes its two tiles of two waves in the order of their heads, so that half of the heads
 // are active at a time. At D = 256, two waves exceed L2: +9% at S = 512, +3% at 1k, +1% at 2k. D = 64, 128: -0.3 ...
