@@ -10,8 +10,8 @@
 //   warps 2, 3  dQ-store warps (BLOCK_N = 128): TMA stores or adds one consumer's dQ from shared memory to dQ_accum
 //   consumers   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K       S1: S^T of m_block 1
 //     wgmmas    S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, HEAD_DIM <= 128
-//     others        | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions; ping-pong:
-//                                                                                 one consumer at a time is in | P dS |
+//     others        | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions
+//     ping-pong (BLOCK_N = 128): only one consumer at a time is between the bars of | P dS |
 //   BLOCK_N = 128: a consumer owns 64 keys; P^T and dS^T stay in registers (bwd_consumer.cuh). HEAD_DIM 129 ... 192
 //     with HEAD_DIM_V <= 128: S^T, dP^T and dQ take turns in registers, and the wgmmas are S1 dP1 dV1 dQ0 dK1 S2 ...
 //     (bwd_consumer_narrow_v.cuh).
@@ -213,7 +213,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,
-    int num_counters,  // at least the elements before the accumulators in dQ_accum: tile counter, semaphores
+    int num_counters,  // at least the number of elements before the accumulators in dQ_accum: tile counter, semaphores
     int Hk,
     int group,  // H / Hk
     const __grid_constant__ Score score) {
@@ -232,7 +232,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
 }
 
 // dQ = scale * dQ_accum. A block converts one dQ tile. Its 8 warps correspond to the 8 consumer warps of bwd_wgmma:
-// each converts the accumulators of the consumer warp with the same index, which all blocks of bwd_wgmma have added.
+// each converts the accumulators to which the consumer warps with its index have contributed, in all blocks.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,

@@ -52,8 +52,8 @@ struct KeyConsumer {
     unsigned i = 0;                                    // number of m_blocks so far
     unsigned skipped_tiles = 0;  // 1 if the consumer has skipped the first m_block: dK and dV do not contain it
 
-    // `consumer` is opaque: otherwise the compiler folds `- 1` into every address and hoists addresses out of the
-    // mainloop, where they take registers.
+    // `consumer` is opaque: otherwise the compiler folds the - 1 of warp / 4 - 1 into every address, and computes the
+    // addresses before the mainloop, during which they then take registers.
     explicit __device__ __forceinline__ KeyConsumer(const BwdBlock& block)
         : block(block), base(block.base), warp(block.warp), lane(block.lane), consumer(opaque(warp / 4 - 1)),
           own_turn(scheduler_barrier(warp / 4 - 1)), other_turn(scheduler_barrier(2 - warp / 4)),
@@ -124,7 +124,7 @@ struct KeyConsumer {
     }
 
     // Whether the mask hides all of the consumer's keys from all queries of the first m_block. This happens to consumer
-    // 1: with a causal mask the rows of the first m_block may end before the first one that sees its keys.
+    // 1: with a causal mask the rows of the first m_block may end before the first row that sees consumer 1's keys.
     __device__ __forceinline__ bool first_tile_hidden() const {
         const int first_key = block.m_blocks.n0() + key_offset;
         return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;
@@ -178,8 +178,8 @@ struct KeyConsumer {
                                                     dV, Head::dropout_factor(block.params.score), key_offset, 0);
     }
     // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: consumer 1's dK is
-    // wider than a stage of dO and takes both (STAGES = 2), which both consumers have read before the last dS was
-    // complete.
+    // wider than a stage of dO and takes both of its stages (STAGES = 2). The two consumers had read these stages
+    // before the last dS was complete.
     __device__ __forceinline__ SmemAddr dK_staging() const {
         if constexpr (NARROW_V) return base + (consumer ? dO_AT : Q_AT + stage_of(i) * SmemLayoutQ::BYTES);
         return base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;

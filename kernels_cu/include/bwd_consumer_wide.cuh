@@ -1,5 +1,6 @@
 // The consumers of bwd_wgmma for BLOCK_M = BLOCK_N = 64: HEAD_DIM > 128, unless bwd_consumer_narrow_v.cuh applies and
-// does not spill (it does with a mask tensor that varies along the keys, or a mask_mod). Included by bwd_wgmma.cu.
+// does not spill (it spills with a mask tensor that varies along the keys, or with a mask_mod). Included by
+// bwd_wgmma.cu.
 //
 // Both consumers work on the same 64 keys. A consumer computes P^T and dS^T of half of the queries and stores both in
 // shared memory. It owns half of the columns of dK, dV and dQ, and adds dQ to dQ_accum itself. No ping-pong; dQ is

@@ -45,9 +45,9 @@ __device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, Smem
 }
 
 // By a warp: loads LSE and delta of an m_block by cp.async, which needs no registers, for bwd_wgmma_persistent: there
-// the code of ptxas waits for each plain load before it issues the next. The caller acquires the stage and arrives on
-// its full barrier. A lane copies every 32nd row to stats[2][BLOCK_M]; LSE, delta, `to` (byte offset in shared memory)
-// and `rows` (the number of valid rows) start at its first one.
+// the code that ptxas generates waits for each plain load before it issues the next. The caller acquires the stage and
+// arrives on its full barrier. A lane copies every 32nd row to stats[2][BLOCK_M]; LSE, delta, `to` (byte offset in
+// shared memory) and `rows` (the number of valid rows) start at its first one.
 __device__ __forceinline__ void load_LSE_and_delta_async(char* smem, unsigned to, const float* LSE, const float* delta,
                                                          int rows) {
     const SmemAddr base = smem_address(smem);

@@ -23,10 +23,10 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seqle
     }
 }
 
-// By a warp: writes COLUMNS columns from col0 on of ROWS query rows from row0 on of dQ, scaled, or zeros if no_keys.
-// `from` consists of fragments of 16 rows x 8 columns in the order of add_fragment (ptx.cuh), CHUNK_STRIDE floats
-// apart: first all columns of 16 rows, then the next 16 rows. Returns whether a value is NaN or inf; a masked key or a
-// large LSE may be the cause (non_finite.cuh).
+// By a warp: writes columns col0 .. col0 + COLUMNS - 1 of query rows row0 .. row0 + ROWS - 1 of dQ: the scaled
+// accumulators, or zeros if no_keys. `from` consists of fragments of 16 rows x 8 columns in the order of add_fragment
+// (ptx.cuh), CHUNK_STRIDE floats apart: first all columns of 16 rows, then the next 16 rows. Returns whether a value is
+// NaN or inf; a masked key or a large LSE may be the cause (non_finite.cuh).
 template <int ROWS, int COLUMNS, int CHUNK_STRIDE>
 __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
                                                    int col0, int lane, const float* from, float scale,

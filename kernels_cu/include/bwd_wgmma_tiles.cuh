@@ -32,7 +32,7 @@ constexpr int DQ_COLS_OF_CONSUMER_1 =
 constexpr unsigned DQ_CONSUMER_FLOATS = 64 * DQ_COLS,
                    DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
 // Registers per thread (setmaxnreg). FEW_LOAD_REGISTERS: cases in which consumers would spill with 232 registers. With
-// a block map and SPLIT_HEAD_DIM consumers nevertheless have 232: the load warps would spill with 24.
+// a block map and SPLIT_HEAD_DIM, consumers nevertheless have 232 registers: the load warps would spill with 24.
 constexpr bool FEW_LOAD_REGISTERS = BLOCK_M == 128 || (DK_COLS > 96 && !(SPLIT_HEAD_DIM && Head::HAS_BLOCK_MAP));
 constexpr int LOAD_WARP_REGISTERS = FEW_LOAD_REGISTERS ? 24 : 40, CONSUMER_REGISTERS = FEW_LOAD_REGISTERS ? 240 : 232;
 static_assert(

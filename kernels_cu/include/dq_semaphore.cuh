@@ -27,8 +27,8 @@ __device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
 // Not DETERMINISTIC: there is no order, but the first block that increments a tile's semaphore stores, so that the
 // accumulators need not be zeroed or read. When its store is complete, it adds FIRST_STORED to the semaphore; blocks
 // that arrive earlier wait for this. The first block never waits, so there is no deadlock. Bits 0 to 15 of the
-// semaphore count the blocks that have incremented it. They do not reach FIRST_STORED before the first store is
-// complete: until then each of these blocks waits, so that they are at most the resident blocks.
+// semaphore count the blocks that have incremented it. The count does not reach FIRST_STORED before the first store is
+// complete: until then each of these blocks waits, so the count is at most the number of resident blocks.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
 // Whether a block reads the semaphore before its dQ is ready. With a left bound (window) or a block map, few work tiles
@@ -40,8 +40,9 @@ constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && 
 // = 128, where iterations are longer.
 constexpr bool SEMAPHORE_PREFETCH = DETERMINISTIC && BLOCK_N == 128 && BLOCK_M == 64;
 
-// When a dQ-store warp may store or add its consumer's parts of dQ tiles, and which of the two. For each tile, in this
-// order: wait_turn, claim_first_store, the store or addition, signal_done. Block: see BwdBlock (bwd_wgmma_tiles.cuh).
+// Decides when a dQ-store warp may write its consumer's part of a dQ tile, and whether it stores or adds this part. For
+// each tile, in this order: wait_turn, claim_first_store, the store or addition, signal_done. Block: see BwdBlock
+// (bwd_wgmma_tiles.cuh).
 template <class Block>
 struct dQAccumulation {
     const Block& block;

@@ -1,8 +1,9 @@
 // Masking: which scores are hidden, which tiles have a visible score, and which tiles need no mask.
 //
 // Lengths, causality and windows are ranges of keys per query row, computed without memory accesses. A mask tensor and
-// mask_mod (the user's condition) are evaluated per (query, key); for tiles the block map has the result
-// (block_map.cuh). Part of score_mod.cuh, included after seqlen.cuh. Kernels use these functions through their Head.
+// mask_mod (the user's condition) are evaluated per (query, key); whether they hide a whole tile, or none of it, is in
+// the block map (block_map.cuh), if there is one. Part of score_mod.cuh, included after seqlen.cuh. Kernels use these
+// functions through their Head.
 #pragma once
 
 struct Range {

@@ -19,8 +19,9 @@ struct BarrierArray {
     static __device__ __forceinline__ SmemAddr at(SmemAddr base, unsigned i) { return base + AT + 8 * i; }
 };
 
-// Stage of the i-th tile of a pipeline, and parity of its phase i / DEPTH there. The producer acquires with parity ^ 1,
-// of the phase before: the one before the first counts as completed, so the first DEPTH acquires return at once.
+// Stage of the i-th tile of a pipeline, and parity of that stage's phase i / DEPTH. The producer waits with parity ^ 1,
+// the parity of the preceding phase. The phase that precedes phase 0 counts as completed, so the first DEPTH acquires
+// return at once.
 template <unsigned DEPTH = STAGES>
 __device__ __forceinline__ unsigned stage_of(unsigned i) {
     return i % DEPTH;

@@ -195,7 +195,7 @@ struct SeqlenInfo {
     __device__ __forceinline__ long long lse_offset(Int /*H*/, int h) const {
         return lse_offset(h);
     }
-    // Index, among the query tiles of all heads in the grid, of the first one of head h of H.
+    // Index, among the query tiles of all heads in the grid, of this batch entry's first one in head h of H.
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;

@@ -15,8 +15,8 @@
 // L2_HEAD_GROUPS (causal, or DETERMINISTIC; here `group` is an L2 head group): the grid is (heads of a group, n_blocks,
 // groups), so that the same n_block of all heads of a group starts together. Causal: the first n_blocks of a head have
 // the most m_blocks and, unless DETERMINISTIC, start first; the short work tiles at the end of a group balance the
-// load. Without groups heads would start one after the other: the longest work tiles of the last head would start when
-// other SMs are already idle.
+// load. Without groups, the heads would start one after the other: the longest work tiles of the last head would start
+// when other SMs are already idle.
 //
 // DETERMINISTIC: work tiles are numbered in this order. A block takes the next number from the tile counter when it
 // starts, not its blockIdx, so that it waits only for work tiles that have started.
@@ -29,9 +29,10 @@
 //
 // A block waits at an m_block if it gets there before the work tiles that precede it in the semaphore's order (its
 // predecessors). Ascending: it gets there in a later iteration than its predecessors (in the same one if both begin at
-// row 0), so it rarely waits; blocks that start together begin with different m_blocks. Descending: in the same
-// iteration for its first query head; with grouped heads in an earlier one for a later head, because its predecessors
-// are longer, and it waits. Consecutive work tiles have similar lengths, also from one group to the next.
+// row 0), so it rarely waits; blocks that start together begin with different m_blocks. Descending: for its first
+// query head, it gets there in the same iteration as its predecessors. With grouped heads, it gets to the m_blocks of a
+// later head in an earlier iteration than its predecessors, because they are longer; then it waits. Consecutive work
+// tiles have similar lengths, also from one group to the next.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
 // DETERMINISTIC, a window that has both bounds: every group is ascending. DETERMINISTIC without a right bound (no mask,
 // or a left bound only): n_blocks start first to last, and m_blocks are visited in ascending order.
@@ -104,7 +105,8 @@ __device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned
 #endif
 }
 // Prefetches the work tile of the next block on this SM, which starts about one wave (132 blocks) later. Its number is
-// not known: the warp prefetches about the work tiles 64 to 191 after this one, each lane four (a line of 128 bytes).
+// not known: the warp prefetches approximately the work tiles from 64 to 191 after this one, each lane one line of 128
+// bytes, which holds four.
 __device__ __forceinline__ void prefetch_next_work_tile(const int* work_tiles) {
     const unsigned next = blockIdx.y * gridDim.x + blockIdx.x + 64 + 4 * (threadIdx.x % 32);
     prefetch_L1(work_tiles + 8 * min(next, gridDim.x * gridDim.y - 1));
