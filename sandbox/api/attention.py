@@ -42,9 +42,9 @@ def attention_forward(
     q: (B, H, Sq, D); k: (B, Hk, Sk, D); v: (B, Hk, Sk, Dv), where Hk divides H. Dtypes: float32, float16 or bfloat16,
     the same for all; or float8 (e4m3fn, e5m2), where k has q's dtype and v either of the two; or q in float16 or
     bfloat16 with k and v in float8. float8 has no gradient. Any strides with a unit stride in D. NumPy, CuPy, PyTorch
-    or other DLPack arrays, all of one library and on one device. Latent attention (forward only): if v is a view of
-    the first Dv columns of k, D <= 576 and Dv <= 512 in float16 and bfloat16, on Hopper GPUs and the CPU backend; for
-    D > 256 the data is read once.
+    or other DLPack arrays, all of one library and on one device. Latent attention (forward only): v may be a view of
+    the first Dv columns of k. Then the limits are D <= 576 and Dv <= 512 in float16 and bfloat16, on Hopper GPUs and
+    the CPU backend; for D > 256 the kernel reads the memory that k and v share once for both.
     causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i.
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 

@@ -53,7 +53,8 @@ _plans = _Plans()
 
 
 def call(name: str, *inputs: Any, tile: Any = None, backend: str | None = None) -> Any:
-    """The outputs of kernel `name` for `inputs`, in the order of its Operation: one array, or a tuple of several.
+    """The outputs of kernel `name` for `inputs`, in the order of the `sandbox.spec.Operation` in its spec: one array,
+    or a tuple of several.
 
     Arrays may be NumPy, CuPy, PyTorch or any array with `__dlpack__`; outputs are of the same library, on the same
     device. Device arrays are processed on the caller's current stream, host arrays by the CPU backend unless `backend`
@@ -166,9 +167,9 @@ def block_map(score: Score, problem: Problem, *, like: Any = None) -> Any:
     Pass the map to `score.with_blocks(...)`. Without it every launch computes its own map, so the tensors of the score
     may change between calls; with it, tiles that were hidden or fully visible when the map was made stay so. One map
     serves the forward and the backward of all dense problems with the same B, H, Sq and Sk and any score option except
-    `mask=`, and except key_lengths if the mask names Sk, or if it does not name b and B > 1. B, H and Sq may differ if
-    the mask does not name them (as b, h, i or Sq). Other sizes raise UnsupportedProblem. The sizes are remembered for
-    the returned array, not for a copy of it: of a copy only the shape is compared.
+    `mask=`. With key_lengths the mask must not name Sk, and must name b unless B is 1. B, H and Sq may differ if the
+    mask does not name them (as b, h, i or Sq). Other sizes raise UnsupportedProblem. The sizes are remembered for the
+    returned array, not for a copy of it: of a copy only the shape is compared.
 
     Returns an int32 array (B, H, rows, words); B, H and rows are 1 where the mask does not vary along them. A row
     stands for 64 queries, a bit for 16 keys. Each row has ceil(Sk / 512) words, rounded up to a multiple of 4, for
@@ -254,8 +255,8 @@ _INSTEAD = {  # {what an attention kernel computes: (it in words, the public fun
 
 def gradient_of(kernel: Kernel) -> Kernel:
     """The kernel of the backward. Its inputs are any of the outputs' gradients ("dy"), the inputs ("x") and the outputs
-    ("y"); its outputs are gradients of the inputs ("dx"). Raises UnsupportedProblem without one, SpecError for other
-    names."""
+    ("y"); its outputs are gradients of the inputs ("dx"). Raises UnsupportedProblem if the Operation names no such
+    kernel, SpecError if its inputs or outputs have other names."""
     operation = operation_of(kernel)
     if not operation.gradient:
         raise UnsupportedProblem(
@@ -373,8 +374,8 @@ def _view(kernel: Kernel, library: Library, name: str, array: Any) -> ArrayView:
 
 
 def _checking(making: _Making, plan: _Run) -> _Run:
-    """`plan`, which first checks that it can write into the arrays that are updated in place. It checks at each call:
-    the key of a plan does not contain whether an array is writable."""
+    """A function that first checks whether arrays that are updated in place are writable, and then calls `plan`. It
+    checks at each call: the key of a plan does not contain whether an array is writable."""
     operation, library = operation_of(making.kernel), making.library
     updated = [(n, name) for n, name in enumerate(operation.inputs) if name in operation.in_place]
 

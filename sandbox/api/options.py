@@ -22,7 +22,7 @@ class _Keywords(TypedDict, total=False):
     """The keyword arguments that every function of attention.py takes, in addition to causal and scale. Their
     description is that of `ForwardKeywords`.
 
-    Those two are parameters: in many calls there is nothing else, and a dict for them takes 0.3 µs."""
+    causal and scale are ordinary parameters: many calls pass nothing else, and a dict for them takes 0.3 µs."""
 
     window: tuple[int | None, int | None] | None
     softcap: float
@@ -200,7 +200,7 @@ def collect(
         if name in ARRAYS:
             arrays[name] = value
         elif name in _NUMBERS and type(value) is float:
-            fields[name] = value  # checked as a field of Problem
+            fields[name] = value  # checked later, as a field of Problem
         elif name in _VALIDATORS:
             fields[name] = _value(name, value)
         elif name in _PASSED_THROUGH:
@@ -295,7 +295,7 @@ def constant(name: str, value: Any) -> float:
     """`value` as a float, so that a plan depends on the number and not on the array that contains it. Raises SpecError
     for a value that is not a number, UnsupportedProblem for a tensor whose derivative would be lost."""
     if type(value) is float:
-        return value  # checked as a field of Problem
+        return value  # checked later, as a field of Problem
     if hasattr(value, "requires_grad") and library_of(value).differentiates(value):
         raise UnsupportedProblem(no_derivative(name))
     return number(name, value)

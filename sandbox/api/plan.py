@@ -80,7 +80,8 @@ def backward_plan(arrays: tuple[Any, ...], options: Options, run: Callable[..., 
 
 
 def _checking_plan(plan: Plan, problem: Problem, views: Mapping[str, ArrayView]) -> Plan:
-    """`plan`, which first checks the contents of host arrays with offsets, lengths or page numbers."""
+    """A plan that first checks the contents of host arrays with offsets, lengths or page numbers, and then calls
+    `plan`; `plan` itself if there is nothing to check."""
     names = [*views]
     if views["q"].device != HOST or not (problem.ragged or problem.page_size):
         return plan
@@ -101,7 +102,7 @@ def _copying_plan(
 
     def copy_first(arrays: tuple[Any, ...], addresses: Sequence[int]) -> tuple[Any, ...]:
         readable = tuple(library.contiguous(array) if i in copied else array for i, array in enumerate(arrays))
-        return run(readable, options)  # its plan depends on the alignment of the copies
+        return run(readable, options)  # with a plan for the copies, whose alignment is part of its key
 
     return copy_first
 
@@ -155,7 +156,7 @@ def _plan(
     home = views["q"].device  # where the arrays are
     device = launch_device(home, options.backend)  # where the kernel runs
     unpacked = problem
-    # q's head stride becomes its row stride, which a tensor map needs to be positive
+    # If heads are packed, q's head stride becomes its row stride, which a tensor map needs to be positive.
     if computes == "forward" and device == home and views["q"].strides[1] > 0:
         problem = with_packed_heads(problem)
     packed = problem is not unpacked

@@ -1,6 +1,6 @@
-"""Attention of plain PyTorch tensors for autograd, without PyTorch's dispatcher, which takes three times as long. Calls
-that PyTorch has to intercept (tensor subclasses, dispatch modes, torch.func, tracing) go to the operators of
-`torch_ops`. Also nested tensors, and the gradients of `sandbox.call`. Imported on demand.
+"""Attention of plain PyTorch tensors for autograd, without PyTorch's dispatcher: through it, a call takes three times
+as long. Calls that PyTorch has to intercept (tensor subclasses, dispatch modes, torch.func, tracing) go to the
+operators of `torch_ops`. Also nested tensors, and the gradients of `sandbox.call`. Imported on demand.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The end of a process in which PyTorch's autograd has had threads of its own. Imported on demand.
 
-For each GPU, autograd's engine has a C++ thread, `pt_autograd_N`, that nothing joins. When a backward is done it
-notifies the main thread, and then destroys the GraphTask, whose thread-local state holds Python objects. If Python
-finalizes then, taking the GIL ends the thread in the middle of that destructor, and C++ ends the process: "terminate
-called without an active exception" (PyTorch 2.13, Python 3.11). So the main thread waits at exit until these threads
-are idle.
+For each GPU, autograd's engine has a C++ thread, `pt_autograd_N`, that nothing joins. When a backward is done, this
+thread notifies the main thread, and then destroys the GraphTask, whose thread-local state holds Python objects. If
+Python finalizes then, taking the GIL ends the thread in the middle of that destructor, and C++ ends the process:
+"terminate called without an active exception" (PyTorch 2.13, Python 3.11). So the main thread waits at exit until these
+threads are idle.
 """
 
 from __future__ import annotations

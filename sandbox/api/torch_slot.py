@@ -48,7 +48,7 @@ def use_in_torch(
     reports the reason; where PyTorch has none (flash operators on the CPU, and before PyTorch 2.9) they raise
     UnsupportedProblem. Leaving the context restores what was active before. Without `with`, `activate()` and
     `restore()` do the same. In PyTorch 2.11 and later torch.nn.attention.activate_flash_attention_impl("sandbox") and
-    restore_flash_attention_impl() do it for the latest object.
+    restore_flash_attention_impl() do it for the context that was created or activated last.
 
     Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
 
@@ -100,7 +100,8 @@ class Slot:
         _active.append(self)
 
     def restore(self) -> None:
-        """Restores PyTorch's kernels, or what was active before `activate`, unless another one was activated since."""
+        """Restores PyTorch's kernels, or what was active before `activate`. If another Slot, or another implementation
+        in PyTorch's registry, was activated since, that one stays active, and only this Slot is removed."""
         if self not in _active:
             return
         registry, in_force = _registry(), _active[-1] is self
@@ -207,7 +208,7 @@ def _theirs(name: str, device: str) -> Any:
     return None
 
 
-# ---- PyTorch's flash operators, by its schemas
+# ---- PyTorch's flash operators, with the arguments of its schemas
 
 
 def _options(

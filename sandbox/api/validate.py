@@ -23,8 +23,9 @@ from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPT
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
-    """The problem that arrays define; `views` by their names in plans (`argument_name` gives the caller's). Raises
-    UnsupportedProblem naming the unsupported value, SpecError for an invalid option."""
+    """The problem that arrays define; `views` by their names in plans: q, k, v, …, also where the caller's name differs
+    (k_pages; see `argument_name`). Raises UnsupportedProblem naming the unsupported value, SpecError for an invalid
+    option."""
     q, k, v = views["q"], views["k"], views["v"]
     for name in ("q", "k", "v"):
         _check_tensor(argument_name(name, views), views[name])
@@ -63,7 +64,7 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     fields |= _shapes(views, (B, H, Sq, Sk), options, fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
     memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
-    if BLOCK_TABLE in views:  # mappable: TMA can read it (core/problem.py)
+    if BLOCK_TABLE in views:  # a tensor map can describe pages only without gaps between them
         memory["mappable"] &= all(_adjacent_pages(view) for view in (k, v))
     if "bias" in views:
         memory["bias_boxes"] = boxes(views["bias"])  # whether a tensor map can describe it
@@ -87,7 +88,8 @@ def _check_dtypes(views: Mapping[str, ArrayView]) -> None:
 
 
 def _adjacent_pages(view: ArrayView) -> bool:
-    """Whether the rows of all pages (pages, Hk, page_size, D) have one stride."""
+    """Whether pages (pages, Hk, page_size, D) follow each other without gaps: the step from the last row of a page to
+    the first row of the next one is the row stride, too."""
     return view.shape[0] <= 1 or view.strides[0] == view.shape[2] * view.strides[2]
 
 
@@ -129,8 +131,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    # {size: the names in the mask that make the map depend on it}. It always depends on Sk, because its bits beyond the
-    # Sk for which it was made are 0; `named` is never empty: it always contains "true".
+    # {size: the names in the mask that make the map depend on it}. A map always depends on Sk, because its bits beyond
+    # the Sk for which it was made are 0: for Sk these are all names, of which there is at least one, "true".
     used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
@@ -286,7 +288,7 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
 def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
     """Raises LaunchError for contents of host arrays that the CPU backend rejects: cu_seqlens that do not match q or k,
     sequences longer than max_seqlen, pages that do not exist. The kernels check the same, but their messages name no
-    value. `arrays`: by their names in plans; of q, k and v only the names are used."""
+    value. `arrays`: by their names in plans, as in `problem_of`; of q, k and v only the names are used."""
     for which, name, rows in zip("qk", CU_SEQLENS, p.rows, strict=True):
         if name in arrays:
             _check_offsets(name, argument_name(which, arrays), host_array(arrays[name]), rows)

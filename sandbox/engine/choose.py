@@ -17,8 +17,8 @@ from . import spills, tuned
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 # Bytes per thread, of spill stores and loads, up to which a kernel still precedes lower rungs: bwd_wgmma with 4 to 112
-# bytes was three times as fast as bwd_mma without (notes of experiment 014 at 323513b). A kernel that is `first_for`
-# the problem may spill none.
+# bytes was three times as fast as bwd_mma, which did not spill (notes of experiment 014 at 323513b). For a kernel that
+# its spec places first for the problem (`first_for`), the limit is 0.
 MAX_SPILLED_BYTES = 256
 
 
@@ -130,10 +130,10 @@ _SIZE = 4096  # queries and keys of the problem for a choice that must not depen
 def deciding(problem: Problem, computes: object) -> Problem:
     """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: a
     dense problem of one batch entry with the same dtypes, head dimensions and score options except key_lengths, so that
-    the choice does not depend on the batch. A dense backward keeps H, Hk, Sq, Sk and the shapes of a bias and a mask
-    except for B; otherwise there is one head, with `_SIZE` queries and keys. A forward chooses its tile for `problem`:
-    `Kernel.why_tile_unsupported` rejects tiles in which the numbers that affect the bits of a row differ from those of
-    `Kernel.invariant_tile`."""
+    the choice does not depend on the batch. For the backward of a dense `problem`, it also keeps H, Hk, Sq, Sk and the
+    shapes of a bias and a mask, except for B; for a forward, and for the backward of a ragged batch, it has one head,
+    and `_SIZE` queries and keys. The tile of a forward is chosen for `problem` itself: `Kernel.why_tile_unsupported`
+    rejects tiles in which the numbers that affect the bits of a row differ from those of `Kernel.invariant_tile`."""
     if not problem.invariant or computes not in ("forward", "backward"):
         return problem
     if computes == "forward" or problem.ragged:

@@ -72,8 +72,8 @@ def prepare(
     absent. `order`: names of the tensors whose addresses `launch` takes, in this order; it must contain all that the
     kernel uses. `fast`: as for `load`.
 
-    A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". With "dLSE", it
-    includes the gradient of LSE.
+    A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". If it has "dLSE", an
+    input, the gradients include the part that comes through LSE.
 
     An entry whose grid is empty is not launched. Raises what `load` raises, and UnsupportedProblem for a grid that is
     too large.
@@ -227,9 +227,9 @@ def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None
         return None
 
 
-# Compile errors, with the fingerprint of the source before the compile. `check` requests one variant many times; only
-# an edited source is compiled again, including one that was edited during the compile. Each time a new exception is
-# raised: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
+# Compile errors, with the fingerprint of the source before the compile. The command `check` requests one variant many
+# times; only an edited source is compiled again, including one that was edited during the compile. Each time a new
+# exception is raised: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
 _Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device, bool]
 _compile_errors: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
 

@@ -1,10 +1,11 @@
 """Which tiles spill registers: tables that `compile --sweep` generates, `kernels_cu/NAME.spills.json` beside each spec.
 
 A row has an architecture, a tile, a dtype, the options that were compiled in, and {head dimension: bytes per thread of
-spill stores and loads}. A row applies to a problem if the problem has all its options (and perhaps more), a dtype of as
-many bits, and a head dimension that rounds up to the row's (PLAIN_WIDTHS, WIDTHS). A tile without a row does not spill,
-or was not compiled: automatic selection uses it. Register use differs slightly between versions of NVRTC and changes
-with the source, so the table affects the order in which tiles and kernels are selected, and excludes none.
+spill stores and loads}. A row applies to a problem if the problem has all its options (and perhaps more), and a dtype
+of as many bits; the problem's head dimension is rounded up to one that is compiled (PLAIN_WIDTHS, WIDTHS). A tile
+without a row does not spill, or was not compiled: automatic selection uses it. Register use differs slightly between
+versions of NVRTC and changes with the source, so the table affects the order in which tiles and kernels are selected,
+and excludes none.
 
 Options, in this module: the macros of a row, CAUSAL included; "without options": none but those in ALWAYS.
 """
@@ -69,8 +70,9 @@ def options_of(problem: Problem) -> frozenset[str]:
 
 
 def dtype_of(problem: Problem) -> str:
-    """The dtype of a problem in rows. Dtypes of 16 bits use the same registers, and so do those of 8: rows have one.
-    Float8 keys with 16-bit queries are not compiled: the rows of 16 bits are an estimate."""
+    """The dtype of a problem in rows. The two dtypes of 16 bits need the same number of registers, and so do the two of
+    8 bits: rows name one of each two. Float8 keys with 16-bit queries are not compiled: the rows of 16 bits are an
+    estimate."""
     return next(iter(FLOAT8)) if problem.float8 else "float16" if problem.itemsize == 2 else problem.dtype
 
 
