@@ -30,7 +30,7 @@ LADDER = (
          "again)", (1.15, 1.1), {"BLOCK_M": 128}, {"BLOCK_N": 48, "SUB_N": 48, "Q_IN_REGISTERS": OFF}),
     Step("sub-tiles", "tiles of 128 keys, 32 at a time, unrolled: exponentials overlap with the next products",
          (1.1, 1.0), {"BLOCK_N": 128, "SUB_N": 32}, {"BLOCK_N": 48, "SUB_N": 48}),
-    Step("deferred rescaling", "m changes and O is rescaled only when a score exceeds m by 8 in the exponent",
+    Step("deferred rescaling", "m changes and O is rescaled only when P would exceed 2^8",
          (1.06, 1.06), {"RESCALE_THRESHOLD": ON}),
     Step("more registers", "`__launch_bounds__` for 8 warps per SM: ptxas does not limit registers for occupancy",
          (1.03, 1.0), {"MANY_REGISTERS": ON}),
