@@ -258,8 +258,8 @@ def named(kernel: str | Kernel | None, computes: str) -> Kernel | None:
     if kernel is not None and kernel.computes != computes:
         others = [other.name for other in registry.kernels().values() if other.computes == computes]
         raise UnsupportedProblem(
-            f"kernel={kernel.name!r} computes {kernel.operation.name}, which is not supported for the {computes}: omit "
-            f"it, or choose one of {', '.join(others)}"
+            f"kernel={kernel.name!r} is not supported for the {computes}: it computes the {kernel.operation.name} "
+            f"(omit kernel=, or choose one of {', '.join(others)})"
         )
     return kernel
 

@@ -51,8 +51,8 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
         if shape[-1] == 0:
             raise UnsupportedProblem(f"{name} has shape {shape}: its last dimension must be at least 1")
     if H % Hk if Hk else H:
-        pages = f" of shape {k_shape}, (pages, page_size, Hk, D)," if BLOCK_TABLE in views else ""
-        raise UnsupportedProblem(f"q has H={H} heads and {k_name}{pages} has Hk={Hk}: H must be a multiple of Hk")
+        pages = f" (its shape is (pages, page_size, Hk, D) = {k_shape})" if BLOCK_TABLE in views else ""
+        raise UnsupportedProblem(f"q has H={H} heads and {k_name} has Hk={Hk}{pages}: H must be a multiple of Hk")
     fields: dict[str, Any] = {name: getattr(options, name) for name in FIELD_OPTIONS}
     if options.max_seqlen:
         fields["ragged"] = Sq, Sk
@@ -273,8 +273,8 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
         if view.shape != shape:
             dims = "(B, H, Sq)" if shape == rows else "(B, H, Sq, Dv)"
             raise UnsupportedProblem(
-                f"{name} has shape {view.shape}: it must be {dims} = {shape}, as attention_forward returns "
-                f"{name.removeprefix('d')}"
+                f"{name} has shape {view.shape}: it must be {dims} = {shape}, the shape of the "
+                f"{name.removeprefix('d')} that attention_forward returns"
             )
         if view.dtype != dtype:
             because = "" if shape == rows else f", because q is {p.dtype}"

@@ -97,8 +97,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     type=Seconds(),
     default=0.5,
     show_default=True,
-    help="Sample no longer than this GPU time per implementation and problem, but at least 3 times (from 0.5 s a "
-    "launch on: once).",
+    help="Stop sampling after this GPU time per implementation and problem, but not before 3 samples. A launch of "
+    "0.5 s or longer is sampled once.",
 )
 @click.option("--out", type=OutputPath(dir_okay=False), metavar="FILE", help="Append the rows to this JSON-lines file.")
 @click.option(
@@ -125,10 +125,10 @@ def bench_(
 ) -> None:  # fmt: skip
     """Time kernels and other implementations (peers).
 
-    Prints TFLOP/s, percent of a matrix product timed in the same run, and the ratio to a peer; for decoding and other
-    memory-bound problems GB/s, and percent of reading (or copying) as many bytes. A kernel with a wrong result is not
-    timed. Needs a GPU and PyTorch. The options from --causal to --invariant need --shape: a grid has
-    its own.
+    Prints TFLOP/s, also in percent of the speed of a matrix product in the same run, and the ratio to a peer. For
+    decoding and other memory-bound problems: GB/s, also in percent of the speed of reading as many bytes (custom
+    operations: of a copy). A kernel with a wrong result is not timed. Needs a GPU and PyTorch. The options from
+    --causal to --invariant need --shape: a grid has its own.
     """
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file with the earlier rows")

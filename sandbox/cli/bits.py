@@ -1,4 +1,4 @@
-"""`bits`: what may change without changing the bits of a row."""
+"""`bits`: which changes leave rows of the results bitwise equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ from .output import exit_status, followed, print_json, say, show_table
     type=click.Choice([*INVARIANCES]),
     help=f"Only this change. Repeatable. {'; '.join(f'{name}: {what}' for name, what in INVARIANCES.items())}.",
 )
-@click.option("--invariant/--default", default=None, help="Only with invariant=True, or only without. Default: both.")
+@click.option(
+    "--invariant/--default",
+    default=None,
+    help="--invariant: only runs with invariant=True. --default: only runs without it. With neither option: both.",
+)
 @click.option("--seed", type=click.IntRange(0), help="Of the inputs. Default: random; it is printed.")
 @click.option(
     "--page",
@@ -45,10 +49,10 @@ def bits_(
     kernels: tuple[str, ...], tile: str | None, backend: str | None, change: tuple[str, ...], invariant: bool | None,
     seed: int | None, page: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """What may change without changing the bits of a row.
+    """Test which changes leave rows of the results bitwise equal.
 
-    Runs each kernel of attention on random inputs, then again with one thing changed, and compares the rows that both
-    runs have in common bit by bit. Shows the first difference. Fails if a guarantee of a spec does not hold.
+    Runs each kernel of attention on random inputs, then again with one thing changed, and compares, bit by bit, the
+    rows that both runs have in common. Shows the first difference. Fails if a guarantee of a spec does not hold.
     """
     device, seed = checking.pick_device(backend), secrets.randbits(31) if seed is None else seed
     if page:

@@ -43,7 +43,8 @@ from .output import exit_status, followed, print_json, say, screen
 @click.option("--arch", "archs", multiple=True,
               help=f"Architectures, such as sm_80,sm_90a. Repeatable. Default: {pipeline.DEFAULT_ARCH}.")  # fmt: skip
 @shape_option(
-    "Repeatable. Default: D = 64 and D = 128; of a custom operation the first problem of watch.", multiple=True
+    "Repeatable. Default: D = 64 and D = 128; for a custom operation the first small problem of its spec.",
+    multiple=True,
 )
 @click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # older spelling of --shape
 @dtype_option

@@ -62,7 +62,7 @@ def start(number: int, folder: Path, as_json: bool) -> None:
 def check_(number: int, file: Path, as_json: bool) -> None:
     """Test FILE, the corrected .cu of fault NUMBER.
 
-    Runs the small problems of watch and the sanitizers on the CPU backend.
+    Runs the small problems that `watch` uses by default, then the sanitizers, on the CPU backend.
     """
     name = faults.get(number).name
     if file.name != f"{name}.cu":

@@ -42,7 +42,9 @@ from .output import print_json, say, screen, show_table
 @causal_option
 @score_options
 @click.option("--arch", help="Choose for this architecture, such as sm_80, or for cpu. Default: this machine.")
-@click.option("--guarantees", is_flag=True, help="What may change without changing the bits of a row (docs/bits.md).")
+@click.option("--guarantees", is_flag=True,
+              help="Show which changes of a problem are guaranteed to leave rows of the results bitwise "
+                   "equal (docs/bits.md).")  # fmt: skip
 @json_option
 def list_(
     shape: str | None,

@@ -133,7 +133,7 @@ causal_option = click.option(
     is_flag=False,
     flag_value="bottom-right",
     type=click.Choice(["bottom-right", "top-left"]),
-    help="Causal mask, aligned to this corner of S. Without a value: bottom-right.",
+    help="Causal mask, aligned to this corner of the score matrix. Without a value: bottom-right.",
 )
 dtype_option = click.option(
     "--dtype",
@@ -146,12 +146,13 @@ dtype_option = click.option(
 
 def shape_option(said: str = "", *, operations: bool = True, **more: Any) -> Callable[[_F], _F]:
     """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`.
-    operations: whether the command accepts the dims of a custom operation."""
+    operations: whether the command accepts a custom operation (VOCABULARY.md)."""
     name = "shapes" if more.get("multiple") else "shape"
     form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv."
-    form += " For a custom operation: its dims, such as M,N." if operations else ""
+    if operations:
+        form += " For a kernel of a custom operation (not attention): the sizes of its dimensions, such as M,N."
     if "default" in more:
-        said = f"{said} Of a custom operation by default the first problem of watch."
+        said = f"{said} Default for a custom operation: the first problem of its spec for this device."
     return click.option("--shape", name, help=f"{form} {said.strip()}".strip(), **more)
 
 

@@ -74,8 +74,9 @@ def profile_(
 ) -> None:  # fmt: skip
     """Profile one launch with Nsight.
 
-    Prints time, tensor-core use, memory traffic compared with the IO model, and stalls by source line. The Nsight
-    report is stored, and of ncu also its pages as text, which --show reads without Nsight and without a GPU.
+    Prints time, tensor-core use, memory traffic compared with the IO model, and stalls by source line. Stores the
+    Nsight report. For ncu it also stores the report's pages `raw` and `source` as text; --show reads them without
+    Nsight and without a GPU.
     """
     spec = registry.entry_owner(kernel)  # raises UnknownKernel
     if shown:

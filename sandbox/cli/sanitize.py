@@ -36,7 +36,7 @@ from .output import exit_status, followed, print_json, say
 @score_options
 @tile_option("Default: with --shape chosen from the kernel's spec, otherwise see --shape.")
 @backend_option()
-@timeout_option(120.0, "Time limit of a tool's run, in seconds: one problem on a GPU, one launch on the CPU.")
+@timeout_option(120.0, "Time limit in seconds for a tool's run: one problem on a GPU, one launch on the CPU backend.")
 @json_option
 def sanitize_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
@@ -46,7 +46,7 @@ def sanitize_(
 
     Out-of-bounds accesses, races, uninitialised reads, missing waits and barriers, results that depend on the order of
     threads. Tools: compute-sanitizer on a GPU; on the CPU backend the host compiler's sanitizers, and checks of the
-    emulator itself.
+    kernel that the emulator makes.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)

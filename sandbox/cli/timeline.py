@@ -42,7 +42,8 @@ from .output import exit_status, print_json, save_page, say, screen
 @score_options
 @tile_option()
 @backend_option()
-@click.option("--blocks", metavar="N,N…", help="Blocks of the grid to show, at most four. Default: four.")
+@click.option("--blocks", metavar="N,N…", help="Numbers of the thread blocks to show, at most four. "
+              "Default: four blocks, evenly spread over the grid.")  # fmt: skip
 @click.option(
     "--between", metavar="A,B", help="First and last tick to plot. Default: from 0 until a warp has 160 steps."
 )

@@ -49,8 +49,8 @@ map_option = click.option(
 @cli.command("run")
 @kernels_argument
 @shape_option(
-    "Default: for attention four problems, gpt2, causal, cross, groups; for latent attention two, latent, pages; for a "
-    "custom operation those of its spec."
+    "Default: for attention the four problems gpt2, causal, cross and groups; for latent attention the two problems "
+    "latent and pages; for a custom operation the problems of its spec."
 )
 @dtype_option
 @causal_option

@@ -58,7 +58,9 @@ _LOOKING_BACK = {
 @score_options
 @tile_option()
 @backend_option()
-@timeout_option(10.0, "Time limit per run of the kernel, in seconds; of large tiles under sanitizers, at least 60.")
+@timeout_option(
+    10.0, "Time limit in seconds for one run of the kernel; for large tiles under sanitizers a value below 60 means 60."
+)
 @click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")
 @click.option("--show", type=int, metavar="N", help="Print version N.")

@@ -70,5 +70,5 @@ def normalise_window(window: Any, most: int | None = None) -> Window:
     except (TypeError, ValueError):  # SpecError among them
         raise SpecError(
             f"window={window!r} must be (left, right), the keys visible to either side: each an integer >= 0, or None "
-            "for no bound (FlashAttention: -1)"
+            "for no bound (FlashAttention's -1 is not supported)"
         ) from None

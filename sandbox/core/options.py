@@ -277,7 +277,7 @@ OPTIONS: tuple[Option, ...] = (
             Number("left", _INT, lambda p: p.bounds[0] or 0),
             Number("right", _INT, lambda p: p.bounds[1] or 0),
         ),
-        flag={"metavar": "L,R", "help": "Window: keys visible to the left and right; none: no bound."},
+        flag={"metavar": "L,R", "help": "Window: keys visible to the left and right; none,0 has no bound on the left."},
         cases={
             "window": lambda p: {"window": (max(2, p.Sk // 3), max(1, p.Sk // 8))},
             "left window": lambda p: {"window": (max(2, p.Sk // 5), None)},
@@ -313,7 +313,10 @@ OPTIONS: tuple[Option, ...] = (
             Number("rows_k", _INT, lambda p: p.rows[1], lambda p: bool(p.ragged and not p.page_size)),
             Number("sequences", _INT, lambda p: p.B),
         ),
-        flag={"help": "Ragged batch: lengths of the sequences, or QUERIESxKEYS: 64,128x256,… Replaces B and S."},
+        flag={
+            "help": "Ragged batch: for each sequence its length, or QUERIESxKEYS; 64,128x256 is two sequences. --shape "
+            "keeps all its numbers; its B and S are ignored."
+        },
         flag_name="lengths",
         text=_lengths_text,
     ),
@@ -395,7 +398,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="invariant", macro="INVARIANT", level=lambda p: p.invariant, check=_flag,
-        flag={"is_flag": True, "help": "The bits of a row of O depend only on its q, keys, values, and the options."},
+        flag={
+            "is_flag": True,
+            "help": "Request invariant=True: the bits of a row of O depend only on its q, keys, values, and the "
+            "options.",
+        },
         text=lambda p: "invariant" if p.invariant else "",
     ),
     Option(

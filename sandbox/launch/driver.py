@@ -33,8 +33,9 @@ def _libcuda() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise GpuUnavailable(
-            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it; without a GPU: attention with "
-            "backend='cpu', run and check with --backend cpu, bench and profile with --show for stored results)"
+            "no NVIDIA driver: libcuda.so.1 is not on this machine (install it; on a machine without a GPU use "
+            "attention(backend='cpu'), the commands `run` and `check` with --backend cpu, and `bench --show` and "
+            "`profile --show` for stored results)"
         ) from error
     status = library.cuInit(0)
     if status == _NO_DEVICE:

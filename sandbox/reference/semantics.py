@@ -127,7 +127,7 @@ def causal_bounds(causal: Causal, window: tuple[int | None, int | None] | None) 
     except (TypeError, ValueError):
         raise ValueError(
             f"window={window!r} must be (left, right), the keys visible to either side: each an integer >= 0, or None "
-            "for no bound (FlashAttention: -1)"
+            "for no bound (FlashAttention's -1 is not supported)"
         ) from None
     # At most 2^62, so that the sum with a row number fits in int64.
     left, right = (None if n is None else min(index(n), 2**62) for n in (left, right))

@@ -470,7 +470,7 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
 def test_cuda_without_a_gpu_is_refused_at_once() -> None:
     """No hang, no fallback in silence."""
     q, k, v = arrays(1, 1, 4, 8)
-    refused("bench and profile with --show for stored results", q, k, v, backend="cuda", error=sandbox.GpuUnavailable)
+    refused("`profile --show` for stored results", q, k, v, backend="cuda", error=sandbox.GpuUnavailable)
 
 
 @pytest.mark.gpu

@@ -397,11 +397,11 @@ def test_deterministic(adds: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals_name_the_value_and_the_remedy() -> None:
     """As for the forward, and for dout, out and lse that do not match q."""
     dout, q, k, v, out, lse = given = arrays(2, 4, 9, 16)
-    shape = "(B, H, Sq, Dv) = (2, 4, 9, 16), as attention_forward returns out"
+    shape = "(B, H, Sq, Dv) = (2, 4, 9, 16), the shape of the out that attention_forward returns"
     refused(f"dout has shape (2, 4, 9, 8): it must be {shape}", dout[..., :8], q, k, v, out, lse)
     refused("out has shape (2, 4, 8, 16): it must be", dout, q, k, v, out[:, :, :8], lse)
     refused(
-        "lse has shape (2, 4, 8): it must be (B, H, Sq) = (2, 4, 9), as attention_forward returns lse",
+        "lse has shape (2, 4, 8): it must be (B, H, Sq) = (2, 4, 9), the shape of the lse that attention_forward",
         dout,
         q,
         k,
@@ -415,19 +415,20 @@ def test_refusals_name_the_value_and_the_remedy() -> None:
     refused("dout is a NumPy array and lse a PyTorch array", dout, q, k, v, out, torch.from_numpy(lse))
     refused("q has stride 2 in D", dout[..., ::2], q[..., ::2], k[..., ::2], v[..., ::2], out[..., ::2], lse)
     refused(
-        "kernel='fwd_minimal' computes forward, which is not supported for the backward: omit it",
+        "kernel='fwd_minimal' is not supported for the backward: it computes the forward (omit kernel=, or choose one",
         *given,
         kernel="fwd_minimal",
     )
     refused(
-        "'bwd_preprocess' computes preprocess, which is not supported for the backward: omit it",
+        "'bwd_preprocess' is not supported for the backward: it computes the preprocess (omit kernel=",
         *given,
         kernel="bwd_preprocess",
     )
     refused("bwd_minimal_dq is an entry point of bwd_minimal and cannot run alone: use", *given,
             kernel="bwd_minimal_dq", error=sandbox.UnknownKernel)  # fmt: skip
     with pytest.raises(
-        sandbox.UnsupportedProblem, match=r"computes backward, .*: omit it, or choose one of fwd_minimal, .*fwd_wgmma"
+        sandbox.UnsupportedProblem,
+        match=r"computes the backward \(omit kernel=, or choose one of fwd_minimal, .*fwd_wgmma",
     ):
         sandbox.attention(q, k, v, kernel="bwd_minimal")
     assert HOST == ("cpu", 0)
