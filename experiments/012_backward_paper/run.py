@@ -44,6 +44,7 @@ def table() -> None:
     points = {
         "points": markdown.points_markdown(rows, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
         "deterministic": markdown.points_markdown(rows, DETERMINISTIC, ["bwd_wgmma"]),
+        "rerun": markdown.points_markdown(read_rows(HERE / "rerun.jsonl"), "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
     }
     for name, text in points.items():
         ladder.write_table(HERE / "README.md", name, Path(__file__), text)
