@@ -7,9 +7,11 @@
 //                                                     words = 4 * ceil(Sk / (4 * 32 * MAP_N))
 // clang-format on
 //
-// One bit of each kind per block, 32 per word. A row of the map has
-// `words` words of SOME_VISIBLE bits, then as many of FULLY_VISIBLE bits. With HAS_ELEMENT_BITS (a mask tensor without
-// mask_mod) one bit per (query, key) follows, so that kernels read 32 keys of a row at once instead of a byte per key.
+// A block has two bits: SOME_VISIBLE (the mask leaves some scores of the block visible), FULLY_VISIBLE (all scores). A
+// row of the map has `words` words of SOME_VISIBLE bits, 32 blocks per word, then as many of FULLY_VISIBLE bits. With
+// HAS_ELEMENT_BITS (a mask tensor without mask_mod) element bits follow, one per (query, key), so that kernels read 32
+// keys of a row at once instead of a byte per key.
+//
 // Rows 2k and 2k + 1 of the map are a pair. Element bits of 64 queries x 512 keys are written only if the mask hides
 // some of these elements, and leaves some of the pair's (128 queries x the same keys) visible. The pair counts, not the
 // 64 queries alone, because a work tile also reads the bits of 64 hidden rows if others of its rows see a key. The rows
@@ -21,8 +23,8 @@ static constexpr bool HAS_BLOCK_MAP = BLOCK_MAP, HAS_ELEMENT_BITS = BLOCK_MAP ==
 static_assert(!BLOCK_MAP || !(RAGGED || PAGE_SIZE), "a ragged or paged batch has no map (sandbox/core/block_map.py)");
 static constexpr int MAP_M = 64, MAP_N = 16, WORD_KEYS = 32 * MAP_N;
 
-// In words: `words` of the diagram above; the offset of the element bits of query `row` in a row of the map; the size
-// of a row.
+// Sizes and offsets within a row of the map, in words of 32 bits. kind_words: `words` in the diagram above;
+// element_bits_at: where the element bits of query `row` (0 .. MAP_M - 1) begin; row_words: the size of the row.
 static __device__ __forceinline__ int kind_words(const Score& score) {
     return (score.Sk + 4 * WORD_KEYS - 1) / (4 * WORD_KEYS) * 4;
 }
@@ -69,7 +71,8 @@ __device__ __forceinline__ bool map_covers(int m0, int m1, int n0) const {
     return BITS == FULLY_VISIBLE;
 }
 
-// Both results for the 64 query rows of one row of the map; their loads overlap. For m0 >= Sq: false, true.
+// map_covers with SOME_VISIBLE, and with FULLY_VISIBLE, of the 64 query rows of one row of the map; the loads of both
+// overlap. For m0 >= Sq: false, true.
 struct MapTile {
     bool some_visible, fully_visible;
 };

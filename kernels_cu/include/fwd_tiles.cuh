@@ -34,7 +34,7 @@ using Outputs = Swizzled<WARPGROUP_ROWS, DV_PAD>;
 
 constexpr unsigned K_AT = CONSUMERS * Queries::BYTES, V_AT = K_AT + STAGES * Keys::BYTES;
 using Bias = BiasTiles<V_AT + STAGES * Values::BYTES>;
-// MERGE_RANGES: O in fp32, m and l of the earlier keys of each row (key_splits.cuh), here if they fit.
+// MERGE_RANGES: for each row, O in fp32, m and l of its earlier keys (key_splits.cuh), in shared memory if they fit.
 constexpr unsigned EARLIER_AT = Bias::END, EARLIER_BYTES = (BLOCK_M * (DV_PAD * 4 + 8) + 1023) / 1024 * 1024;
 constexpr bool EARLIER_IN_SMEM =
     MERGE_RANGES && Outputs::SLABS <= Queries::SLABS && fits_in_smem(EARLIER_AT + EARLIER_BYTES);
@@ -52,13 +52,13 @@ using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a blo
 constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
-// Whether another thread than K's loads V (fwd_load.cuh).
+// Whether different threads load K and V (fwd_load.cuh).
 constexpr bool SEPARATE_V_LOADS = PAGE_SIZE;
 constexpr unsigned LOAD_THREADS = SEPARATE_V_LOADS ? 3 : 2;
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     init_QKV_barriers<KPipeline, VPipeline, FullQ, EmptyQ>(base, CONSUMERS);
-    Scheduler::init_barriers(base, LOAD_THREADS + 128 * CONSUMERS);  // readers: these and all consumer threads
+    Scheduler::init_barriers(base, LOAD_THREADS + 128 * CONSUMERS);  // readers: load threads and all consumers
     if (Head::HAS_BLOCK_MAP) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }

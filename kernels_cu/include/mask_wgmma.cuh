@@ -33,7 +33,7 @@ __device__ __forceinline__ void look_up_mask(unsigned (&visible_bits)[2], const 
 static_assert(!Head::HAS_ELEMENT_BITS || 2 * Head::MAP_M % BLOCK_M == 0,
               "the rows of a work tile must be in one pair of rows of the block map (block_map.cuh)");
 constexpr int WORDS = (BLOCK_N + 31) / 32;
-// A mask of the block map with one bit per (query, key): words of 32 keys for the thread's two rows.
+// Element bits (block_map.cuh) of the thread's two rows in a key tile, 32 keys per word; all ones if mask_allows_all.
 struct ElementBits {
     unsigned words[2][WORDS];
     __device__ __forceinline__ void load(const Head& head, int row, int n0, bool mask_allows_all) {

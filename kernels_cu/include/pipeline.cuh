@@ -1,14 +1,14 @@
-// A pipeline of tiles in shared memory. Each stage has two mbarriers: full (TMA has written it) and empty (all
-// consumers have read it). The producer acquires an empty stage and loads it. A consumer waits until the stage is full,
-// and releases it when it has read it.
+// A pipeline of tiles in shared memory. Each stage has two mbarriers: full (TMA has written the stage) and empty (all
+// consumers have read the stage). The producer acquires an empty stage and loads a tile. A consumer waits until the
+// stage is full, reads the tile, and then releases the stage.
 //
 //   using KPipeline = TilePipeline<Keys, K_AT, BARRIERS_AT>;      STAGES tiles at K_AT; barriers at BARRIERS_AT
 //   KPipeline::acquire(base, i), KPipeline::load(base, i, ...)    producer (fwd_wgmma: KeyTileLoader instead of load)
 //   KPipeline::wait(base, i), ..., KPipeline::release(base, i)    consumer
 //
-// i counts the tiles that have passed through the pipeline. It is the only state: stage and phase are computed from it.
+// i counts the tiles that have passed through the pipeline, and is the only state: stage and phase are computed from i.
 // There is no function to commit: TMA completes the phase of the full barrier. A warp that also writes to a stage (LSE
-// and delta, bwd_load.cuh) arrives on it.
+// and delta, bwd_load.cuh) arrives on the full barrier.
 #pragma once
 #include <hopper.cuh>
 
@@ -70,8 +70,8 @@ struct TilePipeline : Pipeline<BARRIERS_AT> {
 };
 
 // Initialises the barriers of K, V and Q for `consumers` warpgroups, of which each has a tile of Q. A full barrier
-// counts one arrival (the thread that starts the TMA load, with its bytes), an empty one a lane of each warp that
-// reads.
+// counts one arrival (of the thread that starts the TMA load, with its bytes), an empty barrier counts one arrival per
+// warp that reads the tile.
 template <class KPipeline, class VPipeline, class FullQ, class EmptyQ>
 __device__ __forceinline__ void init_QKV_barriers(SmemAddr base, unsigned consumers) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {

@@ -16,8 +16,7 @@
 using SmemAddr = unsigned;  // a byte address in shared memory
 
 // Device-side assertions: enabled on the CPU backend, and on a GPU if SANDBOX_CHECKED is set. A failure on a GPU prints
-// `message` and destroys the CUDA context. Only the condition of lane 0 of a warp is
-// tested there.
+// `message` and destroys the CUDA context. On a GPU only the condition of lane 0 of a warp is tested.
 #if CHECKED_KERNELS
 constexpr bool CHECKED = true;
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, unsigned long);
@@ -177,9 +176,10 @@ __device__ __forceinline__ void prefetch_L1(const void* from) {
     asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(from));
 }
 
-// Programmatic dependent launch: the next entry point in the stream may start when every block of this one has called
-// this or exited, if its spec has programmatic_launch=True. It must call griddepcontrol_wait before it reads this one's
-// results. No effect before compute capability 9.0.
+// Programmatic dependent launch: the next entry point in the stream may start when every block of the current one has
+// called this function or exited, if the next one has programmatic_launch=True (Entry in sandbox/core/kernel.py). The
+// next one must call griddepcontrol_wait before it reads the results of the current one. No effect before compute
+// capability 9.0.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

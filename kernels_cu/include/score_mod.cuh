@@ -33,9 +33,10 @@ struct FinalizedRow {
     float lse, O_scale;
 };
 
-// P of an element of S, recomputed from LSE, and the factor of the score modification: dS = p * (dP - delta) * dx.
+// p: P of an element of S, recomputed from LSE. dx: the derivative of x with respect to scale * (q . k), or with
+// OF_BIAS to the bias. dS = p * (dP - delta) * dx.
 struct RecomputedP {
-    float p, dx;  // dx: dx / d(scale * (q . k)), or with OF_BIAS dx / dbias
+    float p, dx;
 };
 
 // The representation of scores (above). RAW: raw * softmax_scale = x. SCALED: x.
@@ -63,16 +64,17 @@ struct Head : Mask {
     static constexpr bool HAS_DERIVATIVE = SOFTCAP || Snippet::HAS_SCORE_MOD;  // dx / d(scale * (q . k)) is not 1
     static constexpr bool READS_TENSORS = BIAS || ELEMENT_MASK || Snippet::HAS_SCORE_MOD;  // needs more registers
     static constexpr float LOG2E = 1.4426950408889634f;                                    // e^x = 2^(x log2(e))
-    // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). The rounding
-    // of its last operand changes it by at most half an ulp, 2^-12 at this limit. Above the limit this error would
-    // grow, until P overflows; so above the limit the argument is (S - m) * scale_log2.
+    // Up to this |m| * scale_log2, the argument of exp2 is one FFMA, fma(S, scale_log2, -m * scale_log2). Its last
+    // operand is rounded, which changes the argument by at most half an ulp of this operand, 2^-12 at the limit. Above
+    // the limit the error would grow, until P overflows; so there the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
     // A softcap bounds |m| * scale_log2. The macro SOFTCAP is 1 if its value is at most 5000 (core/options.py), and
     // 5000 * log2(e) = 7213 is less than LARGE.
     static constexpr bool BELOW_LARGE = SOFTCAP == 1 && !ALIBI && !BIAS && !Snippet::HAS_SCORE_MOD;
-    // The counterpart of LARGE for |LSE| in a backward. It is higher: LSE itself is rounded, here by up to 2^-8, which
-    // changes P as much as the FFMA does, so that a lower limit would not make P more accurate. It exceeds 65504, the
-    // largest float16: rows whose keys all have the bias -65504 (an additive mask) are common.
+    // The counterpart of LARGE for |LSE| in a backward. This limit is higher, because a lower one would not make P more
+    // accurate: LSE itself is rounded, by up to 2^-8 at the limit, and that changes P as much as the rounding of the
+    // FFMA's last operand does. The limit exceeds 65504, the largest float16: rows whose keys all have the bias -65504
+    // (an additive mask) are common.
     static constexpr float LARGE_LSE = 81920.0f;
     // Lower limit of |scale|: the descale of a head of zeros may be 0, and 0 * -INF is NaN.
     static constexpr float MIN_SCALE = 1e-20f;

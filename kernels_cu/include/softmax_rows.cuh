@@ -2,15 +2,16 @@
 // maxima, and rescaling of O. The parameter `scale_log2` is the factor of raw scores in exp2, softmax_scale * log2(e)
 // (score_mod.cuh; FlashAttention: softmax_scale_log2).
 //
-// Deferred rescaling (FlashAttention-4: rescale threshold): m is not the maximum of all scores so far. It stays, and O
-// and l are not rescaled, as long as P cannot overflow its 16-bit type (fp16: 65504). O / l does not change, because P
-// and l have the same factor. The kernels test this in three ways:
+// Deferred rescaling (FlashAttention-4: rescale threshold): m need not be the maximum of all scores so far. As long as
+// P cannot overflow its 16-bit type (fp16: 65504), m does not change, and O and l are not rescaled. O / l is the same
+// for any m, because O and l have the same factor. m is raised if a limit is exceeded:
 //
-//   softmax_mma.cuh     before exp2: a score exceeds m by RESCALE_THRESHOLD = 8 bits, so P <= 2^8
+//   softmax_mma.cuh     before exp2: a score exceeds m by more than RESCALE_THRESHOLD / scale_log2. If no score does,
+//                       P <= 2^RESCALE_THRESHOLD
 //   softmax.cuh         after exp2: a thread's sum of P exceeds P_SUM_LIMIT. No maximum of the tile is needed
-//   fwd_decode_wgmma    after exp2: a P exceeds P_LIMIT. No sum of the tile is needed
+//   fwd_decode_wgmma    after exp2: an element of P exceeds P_LIMIT. No sum of the tile is needed
 //
-// If a test after exp2 finds an excess, P of the tile is computed again with a larger m. float8 has stricter limits:
+// If the limit is exceeded after exp2, P of the tile is computed again with a larger m. float8 has stricter limits:
 // softmax_fp8.cuh.
 #pragma once
 #include "score_mod.cuh"
@@ -30,13 +31,13 @@ __device__ __forceinline__ float softmax_shift(float m, float scale_log2, float 
 // P = exp2((S - m_or_zero(m)) * scale_log2): accurate for any |m|. While m is -INF, P is 0, not NaN.
 __device__ __forceinline__ float m_or_zero(float m) { return m == -INF ? 0.0f : m; }
 
-// Layouts of an accumulator. ROWS: the number of query rows of which a thread has elements; row(i): the one of register
-// i.
+// Layouts of an accumulator. ROWS: the number of query rows of which a thread has elements; row(i): which of these rows
+// register i belongs to.
 struct QueryRows {  // S = Q K^T and O = P V: rows g and g + 8 of the warp's 16, columns 2q and 2q + 1 of every 8
     static constexpr int ROWS = 2;
     static constexpr __device__ int row(int i) { return i / 2 % 2; }
-    static constexpr __device__ int column(int i) { return i / 4 * 8 + i % 2; }  // relative to the thread's first one
-    // Where S[i] is; query, key: of the thread's first element.
+    static constexpr __device__ int column(int i) { return i / 4 * 8 + i % 2; }  // relative to the lane's first column
+    // The query and key of S[i]. query, key: those of the thread's first element.
     static __device__ __forceinline__ ScoreIndex index(int query, int key, int i) {
         return {query, key, row(i) * 8, column(i)};
     }

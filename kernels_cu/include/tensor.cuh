@@ -20,7 +20,8 @@ struct DenseRows {
     static constexpr bool adjacent() {
         return true;
     }
-    // The address of row 0, if all rows had the stride of those from n0 on.
+    // The base address of rows n0 .. n0 + ROWS - 1, if adjacent<ROWS>(): row n of these is at first_row(n0) + n *
+    // stride_s. In PagedRows the base address need not be that of row 0.
     __device__ __forceinline__ T* first_row(int n0) const { return data; }
     __device__ __forceinline__ T* operator()(int row) const { return data + row * tensor.stride_s; }
 };

@@ -39,7 +39,7 @@ __device__ __forceinline__ void serpentine(unsigned begin, unsigned count, unsig
 // Calls f(m_block, batch head) for each work tile of the block, given the number of m_blocks per head.
 //
 // Causal: L2 head groups (FlashAttention-3: L2 swizzle) of two waves each, longest tiles first. In serpentine order,
-// the two tiles of a block have together the same length in every block. Each group starts at another block, and a
+// the two tiles of a block have together the same length in every block. The groups start at different blocks, and a
 // remainder of heads joins the last group, as far as L2 permits (mean fraction of time in which a block is busy: 0.79
 // -> 0.95 at B8 H12 S1024 D64). If one head has four waves of tiles or more, no remainder joins: the tiles of one head
 // are enough to balance the blocks, and more heads at a time cost L2 hits (B1 H16 D128, S = 128k: 610 -> 706 TFLOP/s
@@ -61,7 +61,8 @@ __device__ __forceinline__ void for_each_work_tile(unsigned m_blocks, unsigned b
 #pragma unroll 1
     for (unsigned head = 0, size; head < batch_heads; head += size) {
         size = batch_heads - head < last_group_limit ? batch_heads - head : head_group;
-        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;  // 17: groups start at other blocks
+        // 17 blocks further per head: the groups start at different blocks.
+        const unsigned begin = (blockIdx.x + 17 * (head % gridDim.x)) % gridDim.x;
         serpentine(begin, size * m_blocks, HEAD_GROUPS && WAVES_BY_HEAD ? size : 1, [&](unsigned i) {
             CAUSAL ? f(m_blocks - 1 - i / size, head + i % size) : f(i % m_blocks, i / m_blocks);
         });

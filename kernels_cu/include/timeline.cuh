@@ -55,7 +55,8 @@ namespace timeline {
 template <unsigned STEP>
 __device__ __forceinline__ void mark() {
     if (!marks_here()) return;
-    // The same for all marks of a warp: the compiler keeps it in registers, or recomputes it.
+    // Up to `buffer`, all marks of a warp compute the same values: the compiler keeps these in registers, or recomputes
+    // them.
     const MarkBuffers& buffers = sandbox_timeline;
     const unsigned block = linear_index<TIMELINE_GRID_X, TIMELINE_GRID_Y, TIMELINE_GRID_Z>(blockIdx);
     const unsigned warp = linear_index<TIMELINE_BLOCK_X, TIMELINE_BLOCK_Y, TIMELINE_BLOCK_Z>(threadIdx) / 32;

@@ -32,8 +32,8 @@ __device__ __forceinline__ void mbarrier_wait(SmemAddr barrier, unsigned parity)
         : "memory");
 }
 
-// Whether the phase of that parity has completed, without waiting; and a wait that is skipped if that is known
-// (`ended`).
+// mbarrier_test_wait: whether the phase of that parity has completed, without waiting. mbarrier_wait_unless: waits,
+// unless `ended`, the result of mbarrier_test_wait, says that the phase has completed.
 __device__ __forceinline__ unsigned mbarrier_test_wait(SmemAddr barrier, unsigned parity) {
     unsigned ended;
     asm volatile(
@@ -69,10 +69,10 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // parameter, `const __grid_constant__`; mirrored by TensorMap in sandbox/launch/tensor_maps.py.
 //
 // In a ragged batch, and for keys in pages (except in fwd_latent_wgmma), the map has five dimensions. The row of the
-// tensor is end + s: coordinate b is the row `end` at which the sequence (with pages: the valid keys of the box) ends,
-// and s = -1, -2, ... counts backwards from it. Rows from s = 0 on are out of bounds: their coordinate 1 is at least
-// RAGGED_OFFSET, its size. The coordinates of the other dimensions are always in bounds. RAGGED_OFFSET is added to s,
-// since a negative coordinate would be out of bounds:
+// tensor is end + s. `end`, passed as b, is the row at which the sequence (with pages: the valid keys of the box) ends;
+// s = -1, -2, ... counts backwards from `end`. Coordinate 1 is s + RAGGED_OFFSET, since a negative coordinate would be
+// out of bounds. The size of dimension 1 is RAGGED_OFFSET, so rows from s = 0 on are out of bounds. The coordinates
+// h, `end` and RAGGED_OFFSET are always in bounds:
 //
 //   dimension     0        1                    2           3           4
 //   coordinate    d        s + RAGGED_OFFSET    h           end         RAGGED_OFFSET
