@@ -17,17 +17,17 @@
 //     (bwd_consumer_narrow_v.cuh).
 //   BLOCK_N = 64 (other HEAD_DIM > 128, and if the case above spills): a consumer owns half of the queries of P^T and
 //     dS^T, and half of the columns of dK, dV and dQ (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1
-//     dQ1 dK1 S2 ... It adds dQ from registers (red.global.add); if DETERMINISTIC, warps 2 and 3 order this.
+//     dQ1 dK1 S2 ... Consumers add dQ from registers (red.global.add); if DETERMINISTIC, warps 2 and 3 give the order.
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] |
 //                  dQ if BLOCK_N = 128, P [2][BLOCK_M][BLOCK_N] if 64 |
 //                  bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 // The first block that reaches a dQ tile stores, the others add in any order: the last bits of dQ vary between runs,
 // those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
-// Semaphores select the first block and define the order (dq_semaphore.cuh, with the cases in which all blocks add to
-// zeros). With SPLIT_GROUP (bwd_wgmma_split_group) a work tile has one query head of a group, and bwd_combine_group.cuh
-// adds dK and dV. Warp roles: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Which header to edit for which
-// change: docs/hopper-backward.md.
+// Semaphores select the first block and define the order. Without HAS_SEMAPHORES, dQ_accum is zeroed before the launch
+// and all blocks add (dq_semaphore.cuh). With SPLIT_GROUP (bwd_wgmma_split_group) a work tile has one query head of a
+// group, and bwd_combine_group.cuh adds the dK and dV of the group's heads. Warp roles: FlashAttention-3 (Shah et al.
+// 2024, arXiv:2407.08608). Which header to edit for which change: docs/hopper-backward.md.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else

@@ -24,7 +24,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         TIMELINE(wait_dO);
         if (FIRST) mbarrier_wait(FullV::at(base, 0), 0);
         dOPipeline::wait(base, i);
-        TIMELINE(S);  // the step of issuing S^T and dP^T
+        TIMELINE(S);  // S again: this step issues the wgmmas of S^T and, here, those of dP^T
         mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
         if (!FIRST) commit_dQ_dS(i > 1, i - 1);  // dQ of i - 2: not before the third iteration
 

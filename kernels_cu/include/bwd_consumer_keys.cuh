@@ -2,7 +2,8 @@
 // bwd_consumer.cuh and bwd_consumer_narrow_v.cuh, which add the mainloop.
 //
 // A consumer owns 64 keys. It writes dS to shared memory: in the next iteration each consumer computes a part of
-// dQ = dS K from the dS of all 128 keys, 64 rows of dQ if BLOCK_M = 128, a part of its columns if BLOCK_M = 64.
+// dQ = dS K from the dS of all 128 keys. The part is 64 rows of dQ if BLOCK_M = 128, and some columns of dQ if
+// BLOCK_M = 64.
 #pragma once
 
 // Shared memory of a consumer's dQ. NARROW_V: the same for both consumers, which write there in turn, consumer 0 first.
@@ -37,8 +38,8 @@ __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
 // A consumer warpgroup: dK and dV of 64 keys, and a part of each tile of dQ. dQ of an m_block is computed in the next
 // iteration. The consumers alternate in computing P and dS (ping-pong).
 struct KeyConsumer {
-    // Whether a consumer skips the first m_block if no query of that m_block sees a key of the consumer. With dropout
-    // this is slower.
+    // Whether a consumer skips the first m_block if no query of that m_block sees a key of the consumer. With dropout,
+    // skipping is slower.
     static constexpr bool SKIPS_FIRST_TILE = Head::HAS_RIGHT_BOUND && !DROPOUT;
 
     const BwdBlock& block;
@@ -79,9 +80,9 @@ struct KeyConsumer {
     // The consumer's part of dQ: 64 rows if BLOCK_M = 128, a part of the columns if BLOCK_M = 64.
     __device__ __forceinline__ void mma_own_dQ(float (&dQ)[DQ_COLS / 2], unsigned dS_at) const {
         if constexpr (NARROW_V) {
-            // Columns 64 * consumer to 64 * consumer + 63, a slab, and half of the third slab.
+            // Slab `consumer` (columns 64 * consumer to 64 * consumer + 63), and the consumer's half of slab 2.
             const SmemAddr tiles = uniform(base);
-            // The descriptor's leading offset is from this slab to the consumer's half of slab 2: 32 columns, 64 bytes.
+            // The descriptor's leading offset is the distance of the two. A half is 32 columns, 64 bytes per row.
             const unsigned leading_bytes = 2 * SmemLayoutK::SLAB_BYTES - consumer * (SmemLayoutK::SLAB_BYTES - 64);
             return mma_dQ(dQ, SmemLayoutPdS::k_major(tiles + dS_at),
                           make_descriptor(tiles + K_AT + consumer * SmemLayoutK::SLAB_BYTES, leading_bytes, 1024));
@@ -99,8 +100,8 @@ struct KeyConsumer {
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), NARROW_V ? (i + 1 + consumer) % 2 : i % 2 ^ 1);
         stage_dQ(own_dQ(base, consumer), dQ);
     }
-    // Arrives on the full barriers of dS of an m_block, and of dQ if has_dQ: the consumer has written them to shared
-    // memory since the last call. m_block_of_dS: its index, of which only the parity counts.
+    // Arrives on the full barrier of dS and, if has_dQ, on that of dQ: the consumer has written dS, and dQ, to shared
+    // memory since the last call. m_block_of_dS: the index of the m_block of dS; only the parity counts.
     __device__ __forceinline__ void commit_dQ_dS(bool has_dQ, unsigned m_block_of_dS) const {
         fence_proxy_async();
         __syncwarp();  // all lanes have written
@@ -123,8 +124,8 @@ struct KeyConsumer {
         if constexpr (MASKS_P) mask.apply(block.m_blocks, key_offset, coords, [&](int k) { hide(P, k); });
     }
 
-    // Whether the mask hides all of the consumer's keys from all queries of the first m_block. This happens to consumer
-    // 1: with a causal mask the rows of the first m_block may end before the first row that sees consumer 1's keys.
+    // Whether the mask hides all of the consumer's keys from all queries of the first m_block. Possible only for
+    // consumer 1: with a causal mask the first m_block may end before the first row that sees consumer 1's keys.
     __device__ __forceinline__ bool first_tile_hidden() const {
         const int first_key = block.m_blocks.n0() + key_offset;
         return SKIPS_FIRST_TILE && block.head0.queries(first_key, first_key + 64).begin >= m0 + BLOCK_M;

@@ -110,7 +110,7 @@ struct ConsumerWarpgroup {
         if (accumulates) release_stage<QPipeline>(base, i - 1, lane == 0);
         TIMELINE(wait_dO);
         dOPipeline::wait(base, i);
-        TIMELINE(S);  // the step of issuing S^T and dP^T
+        TIMELINE(S);  // S again: this step issues the wgmmas of S^T and, here, those of dP^T
         mma_SdP_own_queries<HEAD_DIM_V>(dP, V_AT, dO_at);
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.

@@ -24,9 +24,10 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seqle
 }
 
 // By a warp: writes columns col0 .. col0 + COLUMNS - 1 of query rows row0 .. row0 + ROWS - 1 of dQ: the scaled
-// accumulators, or zeros if no_keys. `from` consists of fragments of 16 rows x 8 columns in the order of add_fragment
-// (ptx.cuh), CHUNK_STRIDE floats apart: first all columns of 16 rows, then the next 16 rows. Returns whether a value is
-// NaN or inf; a masked key or a large LSE may be the cause (non_finite.cuh).
+// accumulators, or zeros if no_keys. `from` consists of fragments of 16 rows x 8 columns, CHUNK_STRIDE floats apart:
+// first those of all columns of 16 rows, then those of the next 16 rows. Within a fragment, the floats are in the order
+// of add_fragment (ptx.cuh). Returns whether a value is NaN or inf; a masked key or a large LSE may be the cause
+// (non_finite.cuh).
 template <int ROWS, int COLUMNS, int CHUNK_STRIDE>
 __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
                                                    int col0, int lane, const float* from, float scale,

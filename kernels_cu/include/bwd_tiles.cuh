@@ -66,7 +66,8 @@ struct BwdBarriers {
     // Both consumers have written dS of an m_block i, and have read dS of m_block i - 1. A consumer arrives in
     // iteration i + 1 (NARROW_V: at the end of iteration i), after wgmma_wait for dQ of i - 1, the last product that
     // reads dS of i - 1. So the barrier is the full barrier of dS i and the empty barrier of dS i - 1, and one
-    // fence.proxy.async serves dS and the staged dQ. One barrier for even m_blocks, one for odd ones.
+    // fence.proxy.async serves dS and the staged dQ. The barrier of m_block i is FulldS[i % 2] (bwd_wgmma_persistent:
+    // FulldS[(i + 1) % 2], see commit_dQ_dS).
     using FulldS = BarrierArray<EmptydQ::END, 2>;
     static constexpr unsigned END = FulldS::END;
 
@@ -78,8 +79,7 @@ struct BwdBarriers {
             mbarrier_init(dOPipeline::empty(base, stage), 8);
         }
     }
-    // Initialises one barrier of each array of two. i: the consumer for dQ, the parity of the m_block for dS
-    // (bwd_wgmma_persistent: of the next m_block).
+    // Initialises barrier i, 0 or 1, of each of the three arrays.
     static __device__ __forceinline__ void init_dQ_dS(SmemAddr base, unsigned i) {
         mbarrier_init(FulldQ::at(base, i), 4);   // one lane per warp of the consumer
         mbarrier_init(EmptydQ::at(base, i), 1);  // the dQ-store warp

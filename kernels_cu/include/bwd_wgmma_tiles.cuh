@@ -14,8 +14,9 @@ constexpr bool BIAS_TILES = BIAS_HAS_TENSOR_MAP;  // the bias has a tensor map
 // S, ptxas packs the derivatives to 16 bits after the mask's branch. S and 32-bit derivatives are then live at the same
 // time, and registers spill.
 constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
-// Whether n0, the block's first key, is kept in a register. Otherwise it is computed from blockIdx on each use. This is
-// not possible if RAGGED or DETERMINISTIC, and spills with dropout; SPLIT_HEAD_DIM has registers to spare.
+// Whether n0, the block's first key, is kept in a register. Otherwise n0 is computed from blockIdx on each use, to save
+// the register. RAGGED, DETERMINISTIC: blockIdx does not determine n0. DROPOUT: with the computation, registers spill.
+// SPLIT_HEAD_DIM: there are registers to spare.
 constexpr bool N0_IN_REGISTER = RAGGED || DROPOUT || DETERMINISTIC || SPLIT_HEAD_DIM;
 constexpr int DK_COLS = SPLIT_HEAD_DIM ? 128 : D_PAD;  // columns of dK per consumer
 // Columns of dQ that consumer 0 computes if BLOCK_M = 64.
@@ -25,8 +26,8 @@ constexpr int DQ_SPLIT_COLS = SPLIT_HEAD_DIM  ? 128
                               : HEAD_DIM > 32 ? 32
                                               : 16;
 constexpr int DQ_COLS = BLOCK_M == 128 ? D_PAD : DQ_SPLIT_COLS;  // columns of a consumer's 64 rows of dQ
-// Columns of consumer 1 that contain data; its other columns are padding. If none does (D_PAD <= DQ_SPLIT_COLS), all
-// columns, so that no size is 0.
+// The number of columns of consumer 1's dQ that contain data; its other columns are padding. If all are padding (D_PAD
+// <= DQ_SPLIT_COLS), the number of all its columns, so that no size is 0.
 constexpr int DQ_COLS_OF_CONSUMER_1 =
     BLOCK_M == 128 || SPLIT_HEAD_DIM || D_PAD <= DQ_SPLIT_COLS ? DQ_COLS : D_PAD - DQ_SPLIT_COLS;
 constexpr unsigned DQ_CONSUMER_FLOATS = 64 * DQ_COLS,

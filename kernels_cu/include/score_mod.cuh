@@ -297,9 +297,9 @@ struct Head : Mask {
         return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
     }
 
-    // Dropout's keep masks of this lane's elements of N 16 x 16 blocks of P, adjacent along the keys, the first at (i,
-    // j). The elements are those of an A operand with queries along rows (P), or with keys along rows (P^T; all lanes
-    // of the warp call it).
+    // Dropout's keep masks of this lane's elements of N 16 x 16 blocks of P. The blocks are adjacent along the keys,
+    // from (i, j) on. keep_along_queries: the elements of an A operand with queries along rows (P). keep_along_keys:
+    // those of an A operand with keys along rows (P^T); all lanes of the warp call this function.
 #if DROPOUT
     using Kept = KeepMask;
 #else

@@ -1,6 +1,6 @@
-// Lengths and row addresses of a batch entry: they hide from most code whether a batch is dense, shortened
-// (key_lengths), ragged or paged. Exceptions, which depend on the kind of batch: the order of work tiles, tensor maps
-// (tma.cuh) and the loads of pages (fwd_load.cuh).
+// Lengths and row addresses of a batch entry. With these, most code does not depend on whether a batch is dense,
+// shortened (key_lengths), ragged or paged. Exceptions: the order of work tiles, tensor maps (tma.cuh) and the loads of
+// pages (fwd_load.cuh).
 //
 // clang-format off
 //   const RowTile tile = query_tile<BLOCK_M>(score, blockIdx.x, blockIdx.z);   batch entry and first row of a tile
@@ -13,7 +13,7 @@
 //
 // A paged batch stores keys in pages of PAGE_SIZE rows, tensors (pages, heads, PAGE_SIZE, columns): key j of batch
 // entry b is row j % PAGE_SIZE of page block_table[b][j / PAGE_SIZE]. Only the entries of block_table whose pages
-// have keys before key_lengths[b] are read. Its queries may be dense or ragged.
+// have keys before key_lengths[b] are read. The queries of a paged batch may be dense or ragged.
 //
 // Invalid lengths and pages are clamped to the bounds of the tensors; with CHECKED they are reported.
 // Part of score_mod.cuh, included after struct Score.
@@ -21,7 +21,7 @@
 
 #include "cu_seqlens.cuh"
 
-#define RAGGED_KEYS (RAGGED && !PAGE_SIZE)  // keys, as queries, are stored one sequence after the other
+#define RAGGED_KEYS (RAGGED && !PAGE_SIZE)  // keys are stored one sequence after the other, like queries
 
 #if RAGGED
 __device__ __forceinline__ Offsets query_offsets(const Score& score) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ int batch_size(const Score& score, int dense) {
 #endif
 }
 
-// Tile x of ROWS query rows, or key rows: among the tiles of batch entry b, or of all sequences of a ragged
+// Tile x of ROWS query rows, or key rows. x counts the tiles of batch entry b, or those of all sequences of a ragged
 // batch.
 template <int ROWS>
 __device__ __forceinline__ RowTile query_tile(const Score& score, unsigned x, int b, int qhead_per_khead = 1) {
@@ -195,7 +195,7 @@ struct SeqlenInfo {
     __device__ __forceinline__ long long lse_offset(Int /*H*/, int h) const {
         return lse_offset(h);
     }
-    // Index, among the query tiles of all heads in the grid, of this batch entry's first one in head h of H.
+    // Index of the first query tile of this batch entry in head h of H, among the query tiles of all heads in the grid.
     template <int ROWS>
     __device__ __forceinline__ long long first_tile(int, int h) const {
         return static_cast<long long>(h) * query_offsets(score).template tiles<ROWS>() + first_query / ROWS + b;

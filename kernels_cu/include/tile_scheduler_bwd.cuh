@@ -27,12 +27,13 @@
 //   ascending      last to first     shortest first           in ascending order, from the diagonal on
 //   descending     first to last     longest first            in descending order
 //
-// A block waits at an m_block if it gets there before the work tiles that precede it in the semaphore's order (its
-// predecessors). Ascending: it gets there in a later iteration than its predecessors (in the same one if both begin at
-// row 0), so it rarely waits; blocks that start together begin with different m_blocks. Descending: for its first
-// query head, it gets there in the same iteration as its predecessors. With grouped heads, it gets to the m_blocks of a
-// later head in an earlier iteration than its predecessors, because they are longer; then it waits. Consecutive work
-// tiles have similar lengths, also from one group to the next.
+// A block waits at an m_block if it gets there before its predecessors, the blocks whose work tiles precede its own in
+// the semaphore's order. Ascending: a block gets to an m_block in a later iteration than its predecessors (in the same
+// iteration if both begin at row 0), so it rarely waits; blocks of one head that start together begin with different
+// m_blocks. Descending: a block gets to an m_block of its first query head in the same iteration as its predecessors.
+// With grouped heads, it gets to the m_blocks of a later head in an earlier iteration than its predecessors, because
+// these have more m_blocks per head; then it waits. Because the two orders alternate, consecutive work tiles have
+// similar lengths also where one group ends and the next begins.
 constexpr bool L2_HEAD_GROUPS = (Head::HAS_RIGHT_BOUND || DETERMINISTIC) && !RAGGED;
 // DETERMINISTIC, a window that has both bounds: every group is ascending. DETERMINISTIC without a right bound (no mask,
 // or a left bound only): n_blocks start first to last, and m_blocks are visited in ascending order.
