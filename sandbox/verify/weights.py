@@ -121,14 +121,14 @@ def hidden_keys_have_weight(w: Weights) -> Cause | None:
     """Keys that the mask hides have a weight."""
     read = ~w.seen & (w.got > _SMALLEST * w.got.max(axis=1, keepdims=True))
     some = read.any(axis=1)
-    if not some.any() or (w.seen.all(axis=1) & some).any():
+    if not some.any():
         return None
     row = int(np.nonzero(some)[0][0])
     if (read.sum(axis=1)[some] == 1).mean() > _MOST and (read & np.roll(w.seen, 1, axis=1))[some].any(1).mean() > _MOST:
         return Cause("each row sees one key too many, the one after its last", MASK)
     last, end = (np.array([np.nonzero(x)[0].max(initial=-1) for x in y]) for y in (w.seen, read))
-    tiles = (last // w.N == end // w.N)[some].mean() > _MOST
-    where = "in the tile on the diagonal" if tiles and (end // w.N < w.got.shape[1] // w.N - 1).any() else "of the row"
+    diagonal = (last // w.N == end // w.N)[some].mean() > _MOST and (end // w.N < w.got.shape[1] // w.N - 1)[some].any()
+    where = "in the tile on the diagonal" if diagonal else "in the row"
     return Cause(
         f"keys that the mask hides have a weight (row {row} reads {keys(int(end[row]), int(end[row]))}): the "
         f"mask is not applied {where}",
