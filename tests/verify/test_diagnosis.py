@@ -14,6 +14,7 @@ import pytest
 from project import kernel_copy
 
 from sandbox.core import registry
+from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.core.tile import Tile
 from sandbox.launch.dlpack import HOST
@@ -495,6 +496,327 @@ def test_a_head_that_reads_another(
     out[1, 2] = attention(*(x[None, None] for x in (q[of_q], k[of_k], v[of_v])))[0][0, 0]
     found = diagnosis._wrong_head(case, {"O": out})
     assert found == (f"query head 2 of batch entry 1 {said}" if said.startswith("reads") else said)
+
+
+# ---- which problems are run, and how
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "Sq", "Sk"),
+    [
+        (16, 16, 32, 32),
+        (64, 32, 128, 128),
+        (64, 64, 128, 128),
+        (64, 256, 128, 512),
+        (24, 32, 48, 64),
+        (384, 64, 512, 768),
+    ],
+)
+def test_the_simplest_problem(M: int, N: int, Sq: int, Sk: int) -> None:
+    """One head; whole tiles, at least two of keys; at most 512 queries."""
+    e = dataclasses.replace(examined(lambda *given: None), tile=Tile(BLOCK_M=M, BLOCK_N=N))
+    problem = dataclasses.replace(SHORT, B=3, H=4, Hk=2, Sq=99, Sk=99, causal="top-left")
+    expected = dataclasses.replace(problem, B=1, H=1, Hk=1, Sq=Sq, Sk=Sk)
+    assert diagnosis._simplest(e, problem) == expected
+
+
+def test_tiles_without_block_sizes() -> None:
+    e = dataclasses.replace(examined(lambda *given: None), tile=Tile(THREADS=128))
+    assert (e.M, e.N) == (64, 64)
+
+
+def probes(problem: Problem, M: int = 32, N: int = 16, **how: str) -> list[tuple[Any, ...]]:
+    """(condition, kind, B, H, Hk, Sq, Sk, inputs, layout) of the problems that differ from the simplest one."""
+    e = dataclasses.replace(examined(lambda *given: None), tile=Tile(BLOCK_M=M, BLOCK_N=N))
+    found = diagnosis._variations(e, Case("planted", problem, **how), diagnosis._simplest(e, problem))
+    return [
+        (x.condition, x.kind, p.B, p.H, p.Hk, p.Sq, p.Sk, x.case.inputs, x.case.layout)
+        for x in found
+        if (p := x.case.problem)
+    ]
+
+
+def test_each_property_of_the_failing_case_is_tried() -> None:
+    """Alone, with as few tiles as possible; then the case itself with one head."""
+    problem = Problem(3, 4, 70, 90, 16, Hk=2, dtype="float16", causal="bottom-right")
+    as_usual = ("normal", "bhsd")
+    assert probes(problem, layout="bshd", inputs="large") == [
+        ("correct with whole tiles, wrong if the last key tile is partial", "", 1, 1, 1, 64, 55, *as_usual),
+        ("correct with whole tiles, wrong if the last query tile is partial", "", 1, 1, 1, 47, 64, *as_usual),
+        ("correct with whole tiles, wrong with other lengths of queries and keys", "", 1, 1, 1, 64, 80, *as_usual),
+        ("correct with more keys than queries, wrong with fewer", "", 1, 1, 1, 128, 64, *as_usual),
+        ("correct with one head, wrong with two", "heads", 1, 2, 2, 32, 16, *as_usual),
+        ("correct with one batch entry, wrong with two", "heads", 2, 1, 1, 32, 16, *as_usual),
+        ("wrong only if query heads share key/value heads", "heads", 1, 4, 2, 32, 16, *as_usual),
+        ("correct with contiguous tensors, wrong with other strides", "strides", 2, 2, 2, 32, 16, "normal", "bshd"),
+        ("correct with small scores, wrong with large ones", "inputs", 1, 1, 1, 96, 96, "large", "bhsd"),
+        ("correct with whole tiles, wrong with 70 queries and 90 keys", "inputs", 1, 1, 1, 70, 90, "large", "bhsd"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ((1, 1, 64, 64), 1),
+        ((1, 1, 64, 512), 3),
+        ((1, 1, 512, 512), 1),
+        ((1, 1, 544, 544), 0),  # too large to be run itself
+        ((1, 1, 64, 528), 2),
+        ((1, 1, 64, 48), 4),  # fewer keys than the simplest problem: as with a partial tile
+        ((1, 2, 64, 64), 2),
+        ((2, 1, 64, 64), 2),
+    ],
+)
+def test_only_properties_of_the_failing_case_are_tried(sizes: tuple[int, ...], count: int) -> None:
+    assert len(probes(Problem(*sizes, 16, dtype="float16"))) == count
+
+
+@pytest.mark.parametrize(("M", "N", "sizes"), [(16, 32, (96, 96)), (64, 40, (128, 160)), (20, 16, (100, 96))])
+def test_problems_with_special_inputs_have_their_rows(M: int, N: int, sizes: tuple[int, int]) -> None:
+    """NaN and infinities are in rows before row 96; the tiles are whole."""
+    (probe, _) = probes(Problem(1, 1, 2 * M, 2 * M, 16, dtype="float16"), M, N, inputs="inf")[-2:]
+    assert probe[5:8] == (*sizes, "inf")
+    assert probe[0] == "wrong with infinities in the inputs"
+
+
+def test_strides_of_one_batch_entry() -> None:
+    (found,) = [probe[2:] for probe in probes(SHORT, layout="offset") if probe[1] == "strides"]
+    assert found == (1, 2, 2, 32, 16, "normal", "offset")
+
+
+def test_inputs_without_a_name_of_their_own() -> None:
+    assert "wrong with inputs 'ramp_v'" in [probe[0] for probe in probes(SHORT, inputs="ramp_v")]
+
+
+@pytest.mark.parametrize("other", [{"Dv": 8}, {"softcap": 2.0}, {"page_size": 16, "Sk": 112}, {"dtype": "float8_e4m3"},
+                                   {"lengths": ((5, 7),), "B": 0, "Sq": 0, "Sk": 0}])  # fmt: skip
+def test_only_plain_problems_are_examined(other: dict[str, Any]) -> None:
+    kernel = registry.get("fwd_minimal")
+    assert diagnosis.supported(kernel, PLAIN)
+    assert not diagnosis.supported(kernel, dataclasses.replace(PLAIN, **other))
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({}, ""),
+        ({"places": ("a.cu:3",), "on": "B1"}, ""),
+        ({"cause": "a cause"}, "a cause"),
+        ({"condition": "if partial", "on": "B1"}, "if partial; found on B1"),
+        (
+            {"cause": "a cause", "condition": "if partial", "places": ("a.cu:3", "a.cu:5"), "on": "B1"},
+            "a cause; if partial; found on B1; look at a.cu:3, a.cu:5",
+        ),
+    ],
+)
+def test_a_diagnosis_as_text(parts: dict[str, Any], text: str) -> None:
+    assert str(diagnosis.Diagnosis(**parts)) == text
+
+
+def test_where_to_look() -> None:
+    """Up to two lines of the source; none without a cause."""
+    e = examined(lambda *given: None)
+    lines = e.kernel.source.read_text().splitlines()
+    found = e.said("a cause", "a condition", r"\balpha\b")
+    assert (found.cause, found.condition, found.on) == ("a cause", "a condition", "")
+    numbers = [n for n, line in enumerate(lines, 1) if "alpha" in line.partition("//")[0]]
+    assert found.places == tuple(f"fwd_minimal.cu:{n}" for n in numbers[:2])
+    assert e.said("", "a condition", r"\balpha\b").places == ()
+    assert e.said("a cause", "", "").places == ()
+
+
+def test_a_launch_has_the_given_memory_and_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Tensors, device: Any, **how: Any) -> Any:
+        given.append(how)
+        return type("", (), {"outputs": {}})
+
+    monkeypatch.setattr(diagnosis.trial, "launch", launch)
+    inputs = dict(zip("QKV", make_inputs(Case("x", SHORT)), strict=True))
+    e = diagnosis._Examined(registry.get("fwd_minimal"), HOST, TILE, True, math.inf)
+    e.launch(SHORT, inputs)
+    e.launch(SHORT, inputs, fill=0)
+    assert given == [{"fast": True, "fill": 0xFF}, {"fast": True, "fill": 0}]
+
+
+@pytest.mark.parametrize(("name", "factor", "wrong"), [("O", 1, False), ("O", 2, True), ("LSE", 2, True)])
+def test_outputs_of_a_wrong_case(name: str, factor: float, wrong: bool) -> None:
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs[name] *= factor
+
+    found = examined(change).wrong(Case("x", SHORT))
+    assert (set(found) == {"O", "LSE"}) if wrong and found else found is None
+
+    def without_lse(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        change(p, inputs, outputs)
+        del outputs["LSE"]  # the kernel does not write it
+
+    assert (examined(without_lse).wrong(Case("x", SHORT)) is not None) is (wrong and name == "O")
+
+
+def test_a_probe_that_fails_leaves_the_result_without_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*given: Any, **how: Any) -> Any:
+        raise UnsupportedProblem("no")
+
+    monkeypatch.setattr(diagnosis.trial, "launch", launch)
+    assert diagnosis.diagnose(registry.get("fwd_minimal"), Case("x", SHORT), HOST, TILE) == diagnosis.Diagnosis()
+
+
+# ---- details of the causes
+
+
+def planted(change: Callable[[Problem, Tensors, Tensors], None], problem: Problem = SHORT, **how: str) -> str:
+    return diagnosed(change, problem, **how).cause
+
+
+def test_not_a_number_that_depends_on_memory_is_not_unwritten() -> None:
+    """NaN if the memory was NaN, and −1 if it was 0."""
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        outputs["O"][:, :, 20:] = np.nan if np.isnan(inputs["fill"][0]) else -1
+
+    assert "not written" not in planted(change)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [([4], "4 to 4"), ([4, 5, 6], "4 to 6"), ([0, 1, 3], "0 to 1 and others"), ([2, 9, 10], "2 to 2 and others")],
+)
+def test_the_first_run_of_rows(rows: list[int], text: str) -> None:
+    assert diagnosis._first_run(np.array(rows)) == text
+
+
+def test_nan_in_two_heads_whose_strides_are_wrong() -> None:
+    """Neither unwritten nor an input that is not finite: an address."""
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        if not inputs["Q"].flags.c_contiguous:
+            outputs["O"][:, :, 3] = np.nan
+
+    found = diagnosed(change, SHORT, layout="bshd")
+    assert found.cause == "the address of a batch entry, head or row"
+    assert found.condition == "correct with contiguous tensors, wrong with other strides"
+
+
+@pytest.mark.parametrize("name", ["Q", "K", "V"])
+@pytest.mark.parametrize(("inputs", "values"), [("nan", ("nan",) * 3), ("inf", ("", "inf", "-inf"))])
+def test_an_input_that_reaches_a_row_that_does_not_see_it(name: str, inputs: str, values: tuple[str, ...]) -> None:
+    """Row 2 of O gets it; rows and keys are those of the special values."""
+    value = values["QKV".index(name)]
+
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        if not np.isfinite(inputs[name]).all():
+            outputs["O"][:, :, 2] = np.nan
+
+    if value:
+        row = {"nan": {"Q": 3, "K": 60, "V": 80}, "inf": {"K": 50, "V": 90}}[inputs][name]
+        said = planted(change, dataclasses.replace(SHORT, Sq=100, Sk=100, causal="bottom-right"), inputs=inputs)
+        assert said == f"{value} in row {row} of {name} reaches row 2 of O, which does not see it"
+
+
+def test_inputs_that_are_wrong_together_only() -> None:
+    def change(p: Problem, inputs: Tensors, outputs: Tensors) -> None:
+        if not any(np.isfinite(inputs[name]).all() for name in "QKV"):
+            outputs["O"][:, :, 2] = 9
+
+    said = planted(change, dataclasses.replace(SHORT, Sq=100, Sk=100), inputs="nan")
+    assert said == "NaN or infinity reaches rows that do not see it, or does not reach rows that do"
+
+
+@pytest.mark.parametrize("inputs", ["normal", "large", "raised", "rising"])
+def test_inputs_without_scores(inputs: str) -> None:
+    found = diagnosis._zero_scores(Case("x", SHORT, inputs=inputs))
+    assert found
+    assert [*found] == ["Q", "K", "V"]
+    assert not found["K"].any()
+    assert found["Q"].any()
+
+
+@pytest.mark.parametrize("inputs", ["nan", "inf", "ramp_v"])
+def test_inputs_whose_scores_cannot_be_zero(inputs: str) -> None:
+    assert diagnosis._zero_scores(Case("x", SHORT, inputs=inputs)) is None
+
+
+def test_an_element_is_wrong_from_two_percent_on() -> None:
+    """Of the largest output."""
+    case = Case("x", SHORT)
+    out, tolerance = diagnosis._reference(case)
+    expected, _ = attention(*make_inputs(case))
+    np.testing.assert_array_equal(out, expected)
+    assert tolerance == pytest.approx(0.02 * abs(expected).max())
+
+
+def columns(change: Callable[[np.ndarray, float], None]) -> str:
+    """What is said about the columns of O, after a change that knows the tolerance."""
+    out, tolerance = diagnosis._reference(Case("x", SHORT))
+    change(out[0, 0], tolerance)
+    return diagnosis._columns(Case("x", SHORT), {"O": out})
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "others", "named"),
+    [
+        (10, 1.01, 0, True),  # more than 3 of 10 rows
+        (9, 1.01, 0, False),
+        (32, 0.99, 0, False),
+        (10, 1.01, 0.24, True),  # the other columns are correct to a quarter of the tolerance
+        (10, 1.01, 0.26, False),
+    ],
+)
+def test_which_columns_are_wrong(rows: int, error: float, others: float, named: bool) -> None:
+    def change(O: np.ndarray, tolerance: float) -> None:
+        O[:, :5] += others * tolerance
+        O[:rows, 5:7] += error * tolerance
+
+    said = "only columns of O are wrong, the first is 5 (2 of 16): P V or their store"
+    assert columns(change) == (said if named else "")
+
+
+def test_columns_that_are_all_wrong_or_not_finite() -> None:
+    def all_wrong(O: np.ndarray, tolerance: float) -> None:
+        O += 9
+
+    def not_finite(O: np.ndarray, tolerance: float) -> None:
+        O[:, 5] = np.nan
+
+    assert columns(all_wrong) == ""
+    assert columns(not_finite) == ""
+
+
+@pytest.mark.parametrize(("share", "named"), [(0.985, True), (0.975, False)])
+def test_a_tensor_in_place_of_another_explains_nearly_all_elements(share: float, named: bool) -> None:
+    case = Case("x", dataclasses.replace(SHORT, Sq=48))
+    q, k, _ = make_inputs(case)
+    out, _ = attention(q, k, k)
+    out.reshape(-1)[round(share * out.size) :] += 9
+    assert diagnosis._wrong_tensor(case, {"O": out}) == ("another tensor is read: K is read as V" if named else "")
+    two = dataclasses.replace(case, problem=dataclasses.replace(SHORT, H=2, Hk=2))
+    q, k, _ = make_inputs(two)
+    assert diagnosis._wrong_tensor(two, {"O": attention(q, k, k)[0]}) == ""
+
+
+@pytest.mark.parametrize(("share", "named"), [(0.96, True), (0.94, False)])
+def test_another_head_explains_nearly_all_elements(share: float, named: bool) -> None:
+    case = Case("x", HEADS)
+    q, k, v = make_inputs(case)
+    correct, _ = attention(q, k, v)
+    for wrong, said in (
+        (
+            attention(q[1:, 2:3], k[:1, 1:], v[1:, 1:])[0][0, 0],
+            "query head 2 of batch entry 1 reads K of key/value head 1",
+        ),
+        (
+            attention(q[:1, 3:], k[1:, 1:], v[1:, 1:])[0][0, 0],
+            "head 2 of batch entry 1 reads Q of head 3, batch entry 0",
+        ),
+        (correct[0, 1], "O of head 2, batch entry 1 is that of head 1, batch entry 0"),
+    ):
+        out = correct.copy()
+        out[1, 2] = wrong
+        out[1, 2].reshape(-1)[round(share * wrong.size) :] += 9
+        found = diagnosis._wrong_head(case, {"O": out})
+        assert found.startswith(said) if named else found == ""
 
 
 # ---- kernels
