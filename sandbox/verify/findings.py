@@ -136,5 +136,8 @@ def _sentence(lines: list[str]) -> str:
 
 
 def _distinct(found: Iterator[Finding]) -> list[Finding]:
-    """One finding for each set of lines: many threads report the same one."""
-    return list({(f.places or f.what): f for f in reversed(list(found))}.values())[::-1]
+    """The first finding for each set of lines: many threads report the same one."""
+    by_lines: dict[object, Finding] = {}
+    for finding in found:
+        by_lines.setdefault(finding.places or finding.what, finding)
+    return [*by_lines.values()]
