@@ -546,10 +546,11 @@ def test_rows_with_a_wrong_sum(share: float, early: int, expected: str) -> None:
     assert said(weights.factor_of_a_row(l_of(w, wrong))) == expected
 
 
-def test_the_maximum_in_the_first_tile() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_maximum_in_the_first_tile(causal: bool) -> None:
     """Rows with the maximum in its later keys are neither early nor late."""
-    w = sample()
-    group = w.scores.argmax(1) // 16
+    w = sample(causal=causal)
+    group = w.expected.argmax(1) // 16
     assert (group == 1).sum() >= 6
     assert "not rescaled by alpha" in said(weights.factor_of_a_row(l_of(w, group >= 1)))
     assert weights._wrong_sum(l_of(w, group == 1), 1 / np.exp(l_of(w, group == 1).lse - w.lse)) is None
@@ -611,6 +612,14 @@ def test_scores_of_another_tile_but_for_rounding(times: float, noise: float, nam
     w = of_scores(w, scores)
     assert bool(weights.scores_of_other_keys(w)) is named
     assert weights.scores_of_other_keys(w._replace(seen=ALL_BUT_ONE)) is None
+
+
+def test_scores_of_another_tile_after_one_that_nothing_explains() -> None:
+    w = sample()
+    scores = w.scores.copy()
+    scores[:, :N] = np.random.default_rng(1).standard_normal((64, N))
+    scores[:, 2 * N : 3 * N] = scores[:, 3 * N :]
+    assert "key tile 2 are those of key tile 3" in said(weights.scores_of_other_keys(of_scores(w, scores)))
 
 
 def test_correct_scores() -> None:
