@@ -8,7 +8,9 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from project import in_project, kernel_copy
@@ -19,13 +21,17 @@ from sandbox.core.errors import ToolchainMissing, UnsupportedProblem
 from sandbox.core.score import Score, TensorLike
 from sandbox.core.source_line import SourceLine
 from sandbox.cpu import compiler
+from sandbox.cpu.instrumented import Fill, Report
+from sandbox.engine import pipeline
 from sandbox.engine.choose import choose_tile
-from sandbox.launch.dlpack import HOST
-from sandbox.spec import Causal, Problem, Tile
+from sandbox.launch.dlpack import HOST, Device
+from sandbox.spec import Causal, Kernel, Problem, Tile
 from sandbox.toolchain import tools
 from sandbox.toolchain.nvrtc import INCLUDE_DIR
 from sandbox.toolchain.sources import included_files
 from sandbox.verify import compute_sanitizer, findings, sanitize
+from sandbox.verify.cases import Case
+from sandbox.verify.findings import Finding
 
 needs_sanitizers = pytest.mark.skipif("ziglang" in compiler.find().command, reason="the ziglang package has none")
 
@@ -437,3 +443,231 @@ def test_the_line_of_a_score_that_compute_sanitizer_names(tmp_path: Path) -> Non
     score = Score("x + slope(h)", tensors={"slope": TensorLike((1,), "float32")}, file=str(file))
     (found,) = findings.parse_compute_sanitizer(findings.resolve_expressions(text, score)[0])
     assert found.places == (SourceLine(str(file), 2), SourceLine("/w/kernels_cu/fwd_minimal.cu", 40))
+
+
+# ---- which launches are made, and what follows from their results; without a launch
+
+MINIMAL = registry.get("fwd_minimal")
+SMALL = sanitize.small_tile(MINIMAL)
+TINY = Problem(1, 1, 40, 40, 16, dtype="float16")
+CLEAN_REPORT = Report(True, "", ())
+RUNTIME_ERROR = Report(False, f"{MINIMAL.source}:7:1: runtime error: no", ())
+
+
+def inspected(monkeypatch: pytest.MonkeyPatch, device: Device = HOST, what: str = "", **how: Any) -> list[Any]:
+    """(tool, tile, problem, clean, message) of each inspection; `what`: the finding of "address"."""
+
+    def examine(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> sanitize.Inspection:
+        wrong = what and tool == "address" and problem == sanitize.small_problems(MINIMAL, SMALL)[0]
+        found = (Finding(what),) if wrong else ()
+        return sanitize.Inspection(kernel.name, problem, tile, tool, not found, found, f"{timeout:g} s")
+
+    monkeypatch.setattr(sanitize, "on_host" if device == HOST else "on_gpu", examine)
+    monkeypatch.setattr(sanitize.pipeline, "load", lambda *given: None)
+    monkeypatch.setattr(sanitize.pipeline, "arch_of", lambda device: None if device == HOST else (9, 0))
+    monkeypatch.setattr(sanitize.tools, "need", lambda name: name)
+    found = sanitize.inspect(MINIMAL, device, **how)
+    return [(i.tool, i.tile, i.problem, i.clean, i.message) for i in found]
+
+
+@pytest.mark.parametrize("device", [HOST, ("cuda", 0)])
+def test_every_tool_on_small_problems_and_shipped_tiles(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools_of = [*(sanitize.HOST_TOOLS if device == HOST else compute_sanitizer.TOOLS)]
+    arch = None if device == HOST else (9, 0)
+    pairs = [(SMALL, p) for p in sanitize.small_problems(MINIMAL, SMALL)] + sanitize.shipped_tiles(MINIMAL, arch)
+    assert len(pairs) > 2
+    expected = [(tool, tile, p, True, "120 s") for tile, p in pairs for tool in tools_of]
+    assert inspected(monkeypatch, device) == expected
+
+
+def test_a_tile_or_a_problem_of_ones_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile(BLOCK_M=64, BLOCK_N=16)
+    own = sanitize.small_problems(MINIMAL, tile)
+    assert [row[1:3] for row in inspected(monkeypatch, tile=tile, timeout=3)][:: len(sanitize.HOST_TOOLS)] == [
+        (tile, p) for p in own
+    ]
+    rows = inspected(monkeypatch, problem=TINY, timeout=3)
+    assert [row[0] for row in rows] == [*sanitize.HOST_TOOLS]
+    assert {row[1:] for row in rows} == {(pipeline.tile_on(HOST, MINIMAL, TINY), TINY, True, "3 s")}
+    assert {row[1] for row in inspected(monkeypatch, problem=TINY, tile=tile)} == {tile}
+
+
+@pytest.mark.parametrize(
+    ("what", "skipped"),
+    [("out of bounds, write of 4 bytes", ["thread", "orders"]), ("out of bounds, read of 4 bytes", []), ("", [])],
+)
+def test_what_a_stray_store_explains(what: str, skipped: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same problem only."""
+    rows = inspected(monkeypatch, what=what)
+    none = [(n, row[0], row[4]) for n, row in enumerate(rows) if row[3] is None]
+    said = "skipped: a store out of bounds, which must be fixed first, looks like a race"
+    tools_of = [*sanitize.HOST_TOOLS]
+    assert none == [(tools_of.index(tool), tool, said) for tool in skipped]
+
+
+def test_no_small_problem_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "small_problems", lambda *given: [])
+    tile = Tile(BLOCK_M=64, BLOCK_N=16)
+    with pytest.raises(UnsupportedProblem, match=f"fwd_minimal: tile {tile} supports none of the small problems"):
+        inspected(monkeypatch, tile=tile)
+
+
+class Launches:
+    """In place of `sanitize.launch_on_host`: each report and the tensors, and what was requested."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *results: tuple[Report, list[float]]):
+        self.requested: list[Any] = []
+        self._results = iter(results)
+        monkeypatch.setattr(sanitize, "launch_on_host", self)
+
+    def __call__(self, sanitizer: str, *given: Any, **how: Any) -> tuple[Report, dict[str, np.ndarray]]:
+        assert given == (MINIMAL, TINY, SMALL)
+        self.requested.append((sanitizer, how))
+        report, numbers = next(self._results)
+        return report, {"Q": np.zeros(2, np.float16), "O": np.array(numbers, np.float32).reshape(2, -1)}
+
+
+def on_host(tool: str) -> sanitize.Inspection:
+    return sanitize.on_host(tool, MINIMAL, TINY, SMALL, 5)
+
+
+@pytest.mark.parametrize(
+    ("shuffled", "what"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 3, 4]], ""),
+        ([[1, 2, 0, 4], [1, 2, 3, 4]], "1 of 4 elements differ between ascending order and shuffle 1, first at (1, 0)"),
+        ([[1, 2, 3, 4], [0, 2, 3, 0]], "2 of 4 elements differ between ascending order and shuffle 2, first at (0, 0)"),
+    ],
+)
+def test_orders_are_compared(shuffled: list[list[float]], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch, *((CLEAN_REPORT, numbers) for numbers in ([1, 2, 3, 4], *shuffled)))
+    found = on_host("orders")
+    assert launches.requested == [("none", {"order": n, "timeout": 5}) for n in (0, 1, 2)]
+    assert (found.clean, found.tool, found.problem) == (not what, "orders", TINY)
+    assert found.findings == ((Finding(f"O depends on the order of threads: {what}"),) if what else ())
+
+
+def test_an_order_in_which_the_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch, *((report, [1, 2]) for report in (CLEAN_REPORT, RUNTIME_ERROR, CLEAN_REPORT)))
+    assert on_host("orders").findings == (Finding("no", (SourceLine(str(MINIMAL.source), 7),)),)
+    assert len(launches.requested) == 3
+
+
+def test_orders_of_a_kernel_with_atomics() -> None:
+    kernel = dataclasses.replace(MINIMAL, deterministic=False, invariant_to=())
+    found = sanitize.on_host("orders", kernel, TINY, SMALL, 5)
+    assert (found.clean, found.message) == (None, "skipped: the kernel sums with atomics, in any order")
+
+
+@pytest.mark.parametrize("tool", ["address", "undefined", "thread", "uninitialised"])
+def test_a_report_becomes_findings(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch, (RUNTIME_ERROR, [1, 2]))
+    found = on_host(tool)
+    assert launches.requested == [(tool, {"timeout": 5})]
+    assert (found.clean, found.text) == (False, RUNTIME_ERROR.text)
+    assert found.findings == (Finding("no", (SourceLine(str(MINIMAL.source), 7),)),)
+
+
+@pytest.mark.parametrize(
+    ("zeros", "read", "findings_of"),
+    [
+        ([1, 2, 3, 4], None, ()),
+        ([1, 2, 3, 5], RUNTIME_ERROR, (7,)),
+        ([1, 2, 3, 5], CLEAN_REPORT, ()),  # the read is not detected
+    ],
+)
+def test_local_variables_are_compared(
+    zeros: list[float], read: Report | None, findings_of: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [(CLEAN_REPORT, [1, 2, 3, 4]), (CLEAN_REPORT, zeros), *([(read, zeros)] if read else [])]
+    launches = Launches(monkeypatch, *results)
+    found = on_host("uninitialised")
+    stacks: list[dict[str, Any]] = [{}, {"stack": Fill.ZEROS}, {"stack": Fill.REPORTED_NANS}]
+    assert launches.requested == [("uninitialised", {"timeout": 5, **how}) for how in stacks[: len(results)]]
+    differ = "1 of 4 elements differ between NaN and 0 in them, first at (1, 1)"
+    what = f"O depends on uninitialised local variables: {differ}"
+    places = tuple(SourceLine(str(MINIMAL.source), line) for line in findings_of)
+    assert found.findings == ((Finding(what, places),) if read else ())
+    assert found.clean is (read is None)
+
+
+def test_bits_are_compared() -> None:
+    """NaN equals the same NaN; −0 is not 0."""
+    some, others = {"O": np.array([np.nan, 0.0])}, {"O": np.array([np.nan, -0.0])}
+    assert sanitize._difference("x", "a and b", some, some) == ""
+    assert sanitize._difference("x", "a and b", some, others) == (
+        "O depends on x: 1 of 2 elements differ between a and b, first at (1,)"
+    )
+
+
+@pytest.mark.parametrize("tool", sanitize.HOST_TOOLS)
+def test_a_sanitizer_that_is_missing(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*given: Any, **how: Any) -> Any:
+        raise ToolchainMissing("there is none")
+
+    monkeypatch.setattr(sanitize, "launch_on_host", launch)
+    found = on_host(tool)
+    assert (found.clean, found.message, found.findings, found.tool) == (None, "there is none", (), tool)
+
+
+class Runs:
+    """In place of `instrumented.run`: the entries that were launched, with all arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: str = ""):
+        self.launched: list[tuple[Any, ...]] = []
+        self.read: list[list[float]] = []  # the first number of each array
+        self._failing = failing
+        monkeypatch.setattr(sanitize.host, "run", self)
+
+    def __call__(self, sanitizer: str, source: Path, entry: str, defines: Any, grid: Any, block: Any, smem: int,
+                 arguments: Any, buffers: dict[Any, np.ndarray], **how: Any) -> Report:  # fmt: skip
+        self.launched.append((sanitizer, entry, grid, block, smem, how))
+        self.read.append([float(x.flat[0]) for x in buffers.values()])
+        if entry == self._failing:
+            return Report(False, f"{entry}: 0 bytes past the end of buffer 1 in block (0,0,0)", ())
+        return Report(True, entry, (), tuple(x + n + 1 for n, x in enumerate(buffers.values())))
+
+
+BACKWARD = registry.get("bwd_mma")
+
+
+@pytest.mark.parametrize("failing", ["", "bwd_mma", "bwd_mma_postprocess"])
+def test_every_entry_is_launched_until_one_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, each with what the earlier ones wrote."""
+    runs, problem = Runs(monkeypatch, failing), sanitize.small_problems(BACKWARD, BACKWARD.tiles[0])[0]
+    how = {"order": 3, "stack": Fill.ZEROS, "timeout": 7.0}
+    report, left = sanitize.launch_on_host("address", BACKWARD, problem, BACKWARD.tiles[0], **how)  # type: ignore[arg-type]
+    entries = [entry.name for entry in BACKWARD.entries]
+    made = entries[: entries.index(failing) + 1] if failing else entries
+    assert [launched[1] for launched in runs.launched] == made
+    first, tile = BACKWARD.entries[0], BACKWARD.tiles[0]
+    sanitizer, _, grid, block, smem, given = runs.launched[0]
+    assert (sanitizer, grid, block) == ("address", first.grid(problem, tile), first.block(tile))
+    assert smem == first.smem_bytes(problem, tile) > 0
+    assert given.items() >= how.items()
+    assert report.clean is not bool(failing)
+    values = {name: float(x.flat[0]) for name, x in sanitize.suite_of(BACKWARD).inputs(Case("x", problem)).items()}
+    for entry, read in zip(BACKWARD.entries, runs.read, strict=False):
+        names = [name for name in entry.args if name in left]
+        assert read == pytest.approx([values.get(name, 0) for name in names], rel=0.01), entry.name
+        if entry.name != failing:
+            values |= {name: values.get(name, 0) + n + 1 for n, name in enumerate(names)}
+    named = f"{names[1]} {left[names[1]].shape} of 2 bytes each"
+    assert report.text == (f"{failing}: 0 bytes past the end of {named} in block (0,0,0)" if failing else made[-1])
+    assert {"Q", "K", "V", "dO", "dQ", "dK", "dV", "dQ_accum"} <= {*left}
+
+
+def test_a_launch_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, of the problem that the parent process names."""
+    given: list[Any] = []
+    monkeypatch.setattr(sanitize.trial, "launch", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(sanitize.compute_sanitizer, "run", lambda *arguments: given.append(arguments) or ([], "text"))
+    found = sanitize.on_gpu("memcheck", MINIMAL, TINY, SMALL, 5)
+    assert (found.clean, found.findings, found.text) == (True, (), "text")
+    tool, command, timeout, cwd, folders, score = given.pop()
+    assert (tool, timeout, cwd, score) == ("memcheck", 5, registry.FOLDER.parent, None)
+    assert (registry.FOLDER in folders, folders[-1]) == (True, registry.FOLDER / "include")
+    sanitize.launch(command[-1])
+    ((kernel, tile, problem, inputs, device),) = given
+    assert (kernel.name, tile, problem, device) == ("fwd_minimal", SMALL, TINY, ("cuda", 0))
+    assert {*inputs} == {"Q", "K", "V"}
