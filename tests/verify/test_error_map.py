@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -259,3 +260,188 @@ def test_a_factor_is_seen() -> None:
     found = locate("O", 0.5 * ref, ref, BOUND, KERNEL, PROBLEM, TILE)
     assert found
     assert "0.5 times the expected values" in found.patterns
+
+
+# ---- from where on a pattern is named
+
+
+def where_wrong(*wrong: Any, shape: tuple[int, ...] = (1, 1, 200, 32), name: str = "O", tile: Tile = TILE) -> ErrorMap:
+    """The map of zeros, some of which are 9."""
+    got = np.zeros(shape)
+    for index in wrong:
+        got[index] = 9.0
+    found = locate(name, got, np.zeros(shape), BOUND, KERNEL, Problem(1, 1, 200, 200, 32), tile)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "phrase"),
+    [
+        (slice(192, 193), "the tail: only rows of the last, partial tile (BLOCK_M=64)"),
+        ([190, 192], "only tiles 2-3 of 4 (BLOCK_M=64)"),
+        ([191], "a tile boundary: only the last row of a tile (BLOCK_M=64)"),
+        ([64], "a tile boundary: only the first row of a tile (BLOCK_M=64)"),
+        ([63, 128], "a tile boundary: only the first or last row of a tile (BLOCK_M=64)"),
+        ([64, 66], "only tiles 1 of 4 (BLOCK_M=64)"),
+        ([0, 66, 199], "only tiles 0-1, 3 of 4 (BLOCK_M=64)"),
+        ([0, 66, 130, 199], ""),
+    ],
+)
+def test_rows_of_tiles(rows: Any, phrase: str) -> None:
+    patterns = [said for said in where_wrong(np.s_[:, :, rows]).patterns if "tile" in said and "warp" not in said]
+    assert patterns == ([phrase] if phrase else [])
+
+
+@pytest.mark.parametrize(
+    ("S", "row", "phrase"),
+    [
+        (64, 0, ""),  # a single tile
+        (65, 64, "the tail"),
+        (65, 0, "a tile boundary"),
+        (63, 0, ""),
+        (128, 127, "a tile boundary"),
+    ],
+)
+def test_rows_of_few_tiles(S: int, row: int, phrase: str) -> None:
+    patterns = where_wrong(np.s_[:, :, row], shape=(1, 1, S, 32)).patterns
+    assert [said.partition(":")[0] for said in patterns if "warp" not in said] == ([phrase] if phrase else [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "phrase"),
+    [
+        (slice(32, 64), "a warp's rows: those of warp 1 of 2, if each has 32 rows of a tile"),
+        ([33, 98, 160], "a warp's rows: those of warp 1 of 2, if each has 32 rows of a tile"),
+        ([0, 1, 31], "a warp's rows: those of warp 0 of 2, if each has 32 rows of a tile"),
+        ([31, 32], ""),
+        ([33], ""),  # one row is no pattern
+    ],
+)
+def test_rows_of_warps(rows: Any, phrase: str) -> None:
+    assert [said for said in where_wrong(np.s_[:, :, rows]).patterns if "warp" in said] == ([phrase] if phrase else [])
+
+
+def test_warps_of_a_larger_block() -> None:
+    """fwd_minimal has a thread for each row: one warp has no pattern, and of four two at most."""
+    of = lambda rows, M: where_wrong(np.s_[:, :, rows], tile=Tile(BLOCK_M=M, BLOCK_N=32)).patterns  # noqa: E731
+    assert "a warp's rows: those of warp 1-2 of 4, if each has 32 rows of a tile" in of(slice(40, 90), 128)
+    assert not any("warp" in said for said in of(slice(20, 90), 128))
+    assert not any("warp" in said for said in of(slice(3, 9), 32))
+
+
+@pytest.mark.parametrize(
+    ("columns", "phrase"),
+    [
+        (slice(0, 32), ""),
+        ([5], "only columns 5 of 32"),
+        (slice(5, 32), "only columns 5-31 of 32"),
+        (slice(1, 32, 2), "only columns c with c % 2 in 1"),
+        (slice(2, 32, 4), "only columns c with c % 4 in 2"),
+        ([*range(0, 32, 8), *range(3, 32, 8)], "only columns c with c % 8 in 0, 3"),
+        ([*range(4, 8), *range(20, 24)], "only columns c with c % 16 in 4-7"),
+        ([3, 7, 9], "only columns 3, 7, 9"),
+        ([0, 2, 4, 6, 8], "only columns 0, 2, 4, 6 and 1 more runs"),
+        ([0, 1, 3, 4, 7, 9], "only columns 0-1, 3-4, 7, 9"),
+    ],
+)
+def test_columns(columns: Any, phrase: str) -> None:
+    patterns = [said for said in where_wrong(np.s_[..., columns]).patterns if "columns" in said]
+    assert patterns == ([phrase] if phrase else [])
+
+
+@pytest.mark.parametrize(
+    ("heads", "phrase"),
+    [
+        ([(0, 1)], "in 1 of 6 heads: (b 0, h 1)"),
+        ([(0, 1), (1, 0), (1, 2)], "in 3 of 6 heads: (b 0, h 1), (b 1, h 0), (b 1, h 2)"),
+        ([(0, 0), (0, 1), (1, 0), (1, 2)], "in 4 of 6 heads: (b 0, h 0), (b 0, h 1), (b 1, h 0) …"),
+        ([*np.ndindex(2, 3)], ""),
+    ],
+)
+def test_heads(heads: list[tuple[int, int]], phrase: str) -> None:
+    found = where_wrong(*((b, h, 5, 5) for b, h in heads), shape=(2, 3, 200, 32))
+    assert [said for said in found.patterns if "heads" in said] == ([phrase] if phrase else [])
+
+
+@pytest.mark.parametrize(("rows", "nearly"), [(181, True), (180, False)])
+def test_nearly_everywhere(rows: int, nearly: bool) -> None:
+    """More than nine of ten elements."""
+    assert ("nearly everywhere" in where_wrong(np.s_[:, :, :rows]).patterns) is nearly
+
+
+@pytest.mark.parametrize(
+    ("wrong", "low", "named"),
+    [(16, 2.0, True), (15, 2.0, False), (64, 1.795, True), (64, 1.785, False)],
+)
+def test_a_constant_factor(wrong: int, low: float, named: bool) -> None:
+    """Of at least 16 elements, to a tenth."""
+    ref = np.ones((1, 1, 64, 1))
+    got = ref.copy()
+    got[:, :, :wrong] = np.linspace(low, 2, wrong)[:, None]
+    found = locate("O", got, ref, BOUND, KERNEL, PROBLEM, TILE)
+    assert found
+    factors = [said for said in found.patterns if "expected values" in said]
+    assert bool(factors) is named
+
+
+def test_small_elements_do_not_count_for_a_factor() -> None:
+    """Less than a tenth of the largest."""
+    ref = np.full((1, 1, 64, 1), 10.0)
+    ref[:, :, 32:] = 0.9
+    got = np.where(ref == 10, 3 * ref, -50)
+    found = locate("O", got, ref, BOUND, KERNEL, PROBLEM, TILE)
+    assert found
+    assert "3 times the expected values" in found.patterns
+
+
+# ---- which element is worst
+
+
+def test_the_worst_element_is_that_with_the_largest_ratio() -> None:
+    """Of those that are wrong; with a bound for each."""
+    ref, bound = np.zeros((1, 1, 4, 2)), np.full((1, 1, 4, 2), 1.0)
+    got = ref.copy()
+    bound[0, 0, 0], got[0, 0, 0, 0] = 100, 90  # correct
+    got[0, 0, 1, 1] = 5
+    bound[0, 0, 2, 0], got[0, 0, 2, 0] = 0.5, 4
+    bound[0, 0, 3, 1], got[0, 0, 3, 1] = 2, 9
+    found = locate("O", got, ref, bound, KERNEL, PROBLEM, TILE)
+    assert found
+    assert (found.wrong, found.of, found.first, found.worst) == (3, 8, (0, 0, 1, 1), (0, 0, 2, 0))
+    assert found.heat.tolist() == [[0.9, 0], [0, 5], [8, 0], [0, 4.5]]
+    assert found.text.startswith(
+        "O is wrong in 3 of 8 elements, first at b 0, h 0, row 1, column 1: 5 instead of 0; worst at b 0, h 0, row 2, "
+        "column 0: 4 instead of 0. Rows 1-3."
+    )
+
+
+def test_a_bound_of_zero() -> None:
+    """An element that is equal has ratio 0, another one infinity."""
+    ref = np.zeros((1, 1, 2, 1))
+    got = ref.copy()
+    got[0, 0, 1] = 1
+    found = locate("O", got, ref, 0.0, KERNEL, PROBLEM, TILE)
+    assert found
+    assert found.heat.tolist() == [[0], [np.inf]]
+
+
+@pytest.mark.parametrize(
+    ("at", "text"), [((), ""), ((3,), "h 3"), ((1, 3), "b 1, h 3"), ((1, 3, 5, 7), "b 1, h 3, row 5, column 7")]
+)
+def test_an_index_as_text(at: tuple[int, ...], text: str) -> None:
+    assert error_map.index_text(at) == text
+
+
+def test_nan_that_is_expected_is_not_unwritten() -> None:
+    """Unless other wrong elements should be numbers."""
+    ref = np.zeros((1, 1, 4, 1))
+    ref[0, 0, 0] = np.nan
+    got = np.zeros_like(ref)
+    found = locate("O", got, ref, BOUND, KERNEL, PROBLEM, TILE)
+    assert found
+    assert "never written" not in found.text
+    got[0, 0, 2] = np.nan
+    found = locate("O", got, ref, BOUND, KERNEL, PROBLEM, TILE)
+    assert found
+    assert "in 2 of 4 elements, 1 of them NaN (or never written), first" in found.text
