@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from project import ROOT, check_stored, in_project, new_kernel, printed
+from rich.table import Table
 
 import sandbox
 from sandbox.cli import cli
@@ -21,6 +23,7 @@ from sandbox.core.source_line import SourceLine
 from sandbox.disassembly import listing, report
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import disassembly, tools
+from sandbox.toolchain.disassembly import Instruction
 from sandbox.toolchain.nvrtc import Resources
 from sandbox.watch.history import History, read_texts
 
@@ -357,3 +360,135 @@ def test_records_of_machine_code_may_have_several_results_of_a_problem(
     after.write_text(json.dumps({"new D64": ["1", "0"], "new D128": ["4"]}))
     assert not machine_code.compare(before, after, {"old": "new"})
     assert "differs: new D64\n2 problems compared, 1 differ" in capsys.readouterr().out
+
+
+# ---- the text of two versions
+
+
+def code_of(label: str, opcodes: dict[str, int], file: str = "/k/fwd_x.cu", **fields: Any) -> listing.Code:
+    """Each opcode so many times, in a line of its own of a file that does not exist."""
+    at = {name: (SourceLine(file, n),) for n, name in enumerate(opcodes, 1)}
+    found = [Instruction("fwd_x", 16, name, name, at[name]) for name, count in opcodes.items() for _ in range(count)]
+    resources = fields.pop("resources", Resources(40, 0, 0, 0, 0))
+    given: tuple[Any, ...] = (label, "fwd_x", "sass", "sm_90", PROBLEM, TILE, resources, tuple(found), "fwd_x.cu")
+    return dataclasses.replace(listing.Code(*given), **fields)
+
+
+def rows_of(table: Table) -> list[list[str]]:
+    return [list(map(str, row)) for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (40, 44, "+4 (+10%)"),
+        (44, 40, "-4 (-9%)"),
+        (4, 4, "="),
+        (0, 0, "="),
+        (0, 5, "+5"),
+        (5, 0, "-5"),
+        (1, 2, "+1 (+100%)"),
+    ],
+)
+def test_a_change_of_a_number(old: int, new: int, text: str) -> None:
+    assert report._change(old, new) == text
+
+
+def test_the_table_of_two_versions() -> None:
+    """Numbers that both lack are left out; opcode classes by the size of their change."""
+    before = code_of("a", {"FFMA": 3, "LDS": 2, "BAR": 1}, resources=Resources(40, 0, 0, 3, 4))
+    after = code_of("b=1,c=2", {"FFMA": 1, "LDS": 2, "STS": 1}, resources=Resources(44, 0, 0, 0, 0))
+    shown = report.changes_table(before, after)
+    assert [column.header for column in shown.columns] == ["", "a", "b=1\nc=2", "change"]
+    assert rows_of(shown) == [
+        ["registers", "40", "44", "+4 (+10%)"],
+        ["bytes spilled", "7", "0", "-7"],
+        ["instructions", "6", "4", "-2 (-33%)"],
+        ["FFMA", "3", "1", "-2 (-67%)"],
+        ["BAR", "1", "0", "-1"],
+        ["STS", "0", "1", "+1"],
+    ]
+
+
+def test_the_lines_of_two_versions() -> None:
+    before = code_of("a", {"FFMA": 3, "LDS": 2, "BAR": 1})
+    after = code_of("b", {"FFMA": 1, "LDS": 2, "BAR": 1, "STS": 1})
+    changes = [listing.LineChange("k.cu", 4, "x = y;", {"FFMA": 3, "LDS": 1}, {"FFMA": 1, "LDS": 1, "BAR": 1}),
+               listing.LineChange("k.cu", 5, "gone;", {"FFMA": 3}, {}),
+               listing.LineChange("k.cu", 6, "new;", {}, {"STS.32": 1})]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "changed_lines", lambda *given: changes if given == (before, after) else [])
+        texts = [text.plain for text in report.changed_line_texts(before, after)]
+    assert texts == [
+        "k.cu:4  x = y;\n    FFMA 3 → 1, BAR 0 → 1",
+        "k.cu:5  (only before)  gone;\n    FFMA 3 → 0",
+        "k.cu:6  (only after)  new;\n    STS.32 0 → 1",
+    ]
+
+
+def test_the_summary_of_a_listing() -> None:
+    shown = report.summary_table(code_of("a", {"FFMA": 3, "HMMA": 4, "FADD": 1}))
+    assert [column.header for column in shown.columns] == ["kind", "8", "share", "classes"]
+    assert [column.justify for column in shown.columns] == ["left", "right", "right", "left"]
+    assert rows_of(shown) == [
+        ["tensor cores", "4", "50%", "HMMA 4"],
+        ["floating point", "4", "50%", "FFMA 3  FADD 1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stores", "loads", "text"), [(0, 0, ""), (3, 4, ", 7 bytes spilled"), (0, 4, ", 4 bytes spilled")]
+)
+def test_the_headline(stores: int, loads: int, text: str) -> None:
+    code = code_of("a", {"FFMA": 3}, resources=Resources(40, 0, 9, stores, loads))
+    assert report.headline(code).plain == f"fwd_x D16 float16 sm_90 BLOCK_M=32,BLOCK_N=16: 40 registers{text}"
+
+
+def test_instructions_below_their_lines(tmp_path: Path) -> None:
+    """A line is repeated if another one came between; addresses of machine code are hexadecimal."""
+    source, header = tmp_path / "k.cu", tmp_path / "k.cuh"
+    source.write_text("one;\n  two;\n")
+    header.write_text("header;\n")
+    one, two = SourceLine(str(source), 1), SourceLine(str(source), 2)
+    inlined = (SourceLine(str(header), 1), two)
+    places = [(one,), (one,), (two,), inlined, (one,), ()]
+    found = tuple(Instruction("k", 26, f"OP{n}", f"OP{n} R{n}", where) for n, where in enumerate(places))
+    code = code_of("a", {}, instructions=(dataclasses.replace(found[0], live=7), *found[1:]))
+    assert report.listing(code).plain.splitlines() == [
+        "k.cu:1  one;", f"  0001a  {'OP0 R0':<76}   7 live", "  0001a  OP1 R1", "k.cu:2  two;", "  0001a  OP2 R2",
+        "k.cu:2  by k.cuh:1  two;", "  0001a  OP3 R3", "k.cu:1  one;", "  0001a  OP4 R4", "(no source line)",
+        "  0001a  OP5 R5",
+    ]  # fmt: skip
+    ptx = dataclasses.replace(code, language="ptx")
+    assert report.listing(ptx).plain.splitlines()[2] == "     26  OP1 R1"
+
+
+def test_the_most_live_registers_of_a_line() -> None:
+    """The maximum over its instructions, the highest line first; instructions without a line do not count."""
+    first, second = SourceLine("/k/a.cu", 1), SourceLine("/k/a.cu", 2)
+    lives = [(first, 5), (second, 9), (first, 7), (first, None), (second, 0), (None, 99)]
+    found = tuple(Instruction("k", 0, "OP", "OP", (at,) if at else (), live) for at, live in lives)
+    code = code_of("a", {}, instructions=found)
+    assert [*code.live_peaks.items()] == [(second, 9), (first, 7)]
+    assert code_of("a", {"FFMA": 1}).live_peaks == {}
+    rows = rows_of(report.changes_table(code, code_of("b", {"OP": 6})))
+    assert ["most registers live", "9", "0", "-9"] in rows
+
+
+def test_a_listing_as_json() -> None:
+    code = code_of("a", {"FFMA": 2})
+    bare = dataclasses.replace(code, instructions=(*code.instructions, Instruction("k", 3, "BAR", "BAR", ())))
+    found = listing.as_json(bare)
+    assert found["counts"] == {"FFMA": 2, "BAR": 1}
+    assert found["instructions"][1:] == [
+        {"function": "fwd_x", "address": 16, "text": "FFMA", "live": None, "file": "/k/fwd_x.cu", "line": 1},
+        {"function": "k", "address": 3, "text": "BAR", "live": None, "file": None, "line": None},
+    ]
+    sides = listing.changes_as_json(code, bare)
+    assert (sides["before"]["instructions"], sides["after"]["instructions"]) == (2, 3)
+    assert sides["classes"] == {"BAR": (0, 1)}
+
+
+def test_classes_by_the_size_of_their_change() -> None:
+    before, after = code_of("a", {"FFMA": 3, "BAR": 1, "LDC": 9}), code_of("b", {"FFMA": 5, "LDC": 9, "BRA": 4})
+    assert [*listing.changed_classes(before, after).items()] == [("BRA", (0, 4)), ("FFMA", (3, 5)), ("BAR", (1, 0))]
