@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from project import check_stored
 
 from sandbox.cli import cli
 from sandbox.core import registry
@@ -20,6 +22,7 @@ from sandbox.core.kernel import INVARIANCES, Kernel
 from sandbox.core.tile import Tile
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.reference import attention_backward
+from sandbox.reference import gather_pages as reference_pages
 from sandbox.spec import Problem
 from sandbox.verify import bits
 from sandbox.verify.sequences import by_sequence, forward
@@ -245,3 +248,174 @@ def test_usage_errors_precede_the_runs(
     done = run(*arguments, "--backend", "cpu")
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+# ---- the runs, and the tables of their results
+
+
+def shown(run: bits.Run) -> str:
+    """A run, with a number for its inputs and their strides."""
+    inputs = [f"{name} {x.dtype} {x.shape} {x.strides}".encode() + x.tobytes() for name, x in run.inputs.items()]
+    digest = hashlib.sha256(b"".join(inputs)).hexdigest()[:12]
+    return f"  {run.what or '-'} | {run.problem} aligned to {run.problem.alignment} | {dict(run.tile)} | {digest}"
+
+
+def test_stored_runs() -> None:
+    """Every run of a change, with its inputs. A problem on the CPU backend is smaller than one on a GPU."""
+    kernel = registry.get("fwd_decode")
+    base = bits.base_of(kernel, HOST, None, 1)
+    lines = [f"{base.problem} {base.tile}"]
+    for change, runs in bits.CHANGES.items():
+        lines += [change, *(shown(run) for pair in runs(base) for run in pair)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bits.pipeline, "tile_on", lambda *given: kernel.tiles[0])
+        lines.append(str(bits.base_of(kernel, ("cuda", 0), None, 1).problem))
+    check_stored("bits.txt", lines)
+
+
+def test_keys_in_pages() -> None:
+    """In shuffled order; the table has a page more than the keys need, and there are pages that nobody uses."""
+    base = bits.base_of(registry.get("fwd_minimal"), HOST, None, 1)
+    dense = base.run("", [0, 1])
+    paged = bits._in_pages(dense, 64, np.random.default_rng(0), "pages")
+    p, table = paged.problem, paged.inputs["block_table"]
+    assert (p.Sk, p.page_size, p.pages, p.key_lengths) == (7 * 64, 64, 17, True)
+    assert table.shape == (2, 7)
+    assert len({*table.flat}) == 14
+    assert (np.sort(table.ravel()) != table.ravel()).any()
+    assert paged.inputs["key_lengths"].tolist() == [333, 333]
+    for name in ("K", "V"):
+        gathered = reference_pages(paged.inputs[name].swapaxes(1, 2), table, paged.inputs["key_lengths"])
+        np.testing.assert_array_equal(gathered[:, :, :333], dense.inputs[name])
+
+
+def test_a_mask_that_hides_half_of_the_keys() -> None:
+    base = bits.base_of(registry.get("fwd_minimal"), HOST, None, 1)
+    mask = bits._masked(base.run("", [1]), np.random.default_rng(0)).inputs["mask"]
+    assert mask.shape == (1, 1, 150, 333)
+    assert not mask[..., :166].any()
+    assert 0.75 < mask[..., 166:].mean() < 0.85
+    assert mask[..., 166].any()
+
+
+def test_scores_of_a_problem_grow_along_the_keys() -> None:
+    base = bits.base_of(registry.get("fwd_minimal"), HOST, None, 1)
+    size = {name: abs(x.astype(np.float32)).mean((0, 1, 3)) for name, x in base.arrays.items()}
+    assert size["K"][-20:].mean() / size["K"][:20].mean() == pytest.approx(1.95 / 0.25, rel=0.15)
+    assert size["Q"].mean() / size["V"].mean() == pytest.approx(3, rel=0.05)
+
+
+def test_a_tile_that_is_given_is_used() -> None:
+    tile = Tile(BLOCK_M=64, BLOCK_N=16)
+    assert bits.base_of(registry.get("fwd_minimal"), HOST, tile, 1).tile == tile
+    refusing = dataclasses.replace(registry.get("fwd_minimal"), supports=lambda p, arch: f"D={p.D} is refused")
+    with pytest.raises(UnsupportedProblem, match="D=64 is refused"):  # the first of the reasons
+        bits.base_of(refusing, HOST, None, 1)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_what_a_run_launches(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With invariant=True the tile is chosen again for each problem; numbers of the run replace its own. A run that was
+    launched before is not launched again."""
+    launched: list[Any] = []
+
+    def launch(kernel: Kernel, tile: Tile, p: Problem, inputs: bits.Arrays, device: Device) -> SimpleNamespace:
+        launched.append(tile)
+        return SimpleNamespace(outputs={"O": np.zeros((2, 4, 150, 64), np.float32)})
+
+    chosen = Tile(BLOCK_M=128, BLOCK_N=16)
+    base = bits.base_of(registry.get("fwd_minimal"), HOST, Tile(BLOCK_M=64, BLOCK_N=64), 1)
+    base = dataclasses.replace(base, problem=dataclasses.replace(base.problem, invariant=invariant))
+    monkeypatch.setattr(bits.trial, "launch", launch)
+    monkeypatch.setattr(bits.pipeline, "tile_on", lambda *given: chosen)
+    run = dataclasses.replace(base.run("", [0, 1]), tile={"BLOCK_N": 32}, rows=lambda name, x: x[1:])
+    done: dict[int, bits.Arrays] = {}
+    for _ in range(2):
+        assert bits._launched(base, run, HOST, done)["O"].shape == (1, 4, 150, 64)
+    assert launched == [Tile(BLOCK_M=128 if invariant else 64, BLOCK_N=32)]
+    refused = dataclasses.replace(run, tile={"BLOCK_N": 4096})
+    with pytest.raises(UnsupportedProblem, match="BLOCK_N=4096"):
+        bits._launched(base, refused, HOST, done)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("fwd_minimal", registry.get("fwd_minimal").invariances), ("bwd_minimal", ("runs", "entries", "batch", "ragged"))],
+)
+def test_changes_that_are_guaranteed_with_invariant(name: str, expected: tuple[str, ...]) -> None:
+    assert bits.guaranteed(registry.get(name)) == expected
+
+
+def finding(kernel: str, change: str, equal: bool | None, declared: bool, invariant: bool = False) -> bits.Finding:
+    return bits.Finding(kernel, Tile(BLOCK_M=64), invariant, change, equal, declared, "O[0] is 1, not 2")
+
+
+FINDINGS = [
+    finding("k", "runs", True, True), finding("k", "batch", True, False), finding("k", "heads", False, False),
+    finding("k", "queries", False, True), finding("k", "pages", None, True), finding("k", "runs", True, True, True),
+    finding("other", "strides", True, True),
+]  # fmt: skip
+CELLS = [
+    ["k", "yes", "", "(yes)", "no", "BROKEN", "", "-", "", "", "", "", "", ""],
+    ["k, invariant", "yes", *[""] * 12],
+    ["other", *[""] * 12, "yes"],
+]
+
+
+def test_the_table_of_findings() -> None:
+    table = bits.table_of(FINDINGS)
+    assert [column.header for column in table.columns] == ["kernel", *INVARIANCES]
+    assert [[*row] for row in zip(*(column.cells for column in table.columns), strict=True)] == CELLS
+    assert [f.violated for f in FINDINGS] == [False, False, False, True, False, False, False]
+    assert bits.sentence(FINDINGS[3]) == "BROKEN k, queries: O[0] is 1, not 2"
+    assert bits.sentence(FINDINGS[5]) == "k with invariant=True, runs: O[0] is 1, not 2"
+
+
+def test_the_page_of_findings(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{bits._BEGIN}old\n{bits._END}\nafter\n")
+    bits.write_page(page, FINDINGS, 7, HOST)
+    body = page.read_text().removeprefix(f"before\n{bits._BEGIN}").removesuffix(f"{bits._END}\nafter\n").splitlines()
+    assert body[:2] == ["| kernel | " + " | ".join(INVARIANCES) + " |", "| --- |" + " --- |" * len(INVARIANCES)]
+    assert body[2:-2] == [f"| `{name}` |" + "".join(f" {cell} |" for cell in cells) for name, *cells in CELLS]
+    assert body[-2:] == ["", f"{bits.LEGEND}. Measured on the CPU backend, seed 7."]
+
+
+def test_the_first_output_that_differs() -> None:
+    a = {"O": np.array([[1.0, 2.0], [3.0, 4.0]], np.float32), "LSE": np.array([5.0, 6.0], np.float32)}
+    b = {"O": a["O"].copy(), "LSE": np.array([5.0, 7.0], np.float32)}
+    assert bits.first_difference(a, b) == "LSE[1] is 7.0, not 6.0; 1 of 2 differ"
+    b["O"][1] = [0.5, np.nan]
+    assert bits.first_difference(a, b) == "O[1, 0] is 0.5, not 3.0; 2 of 4 differ"
+    assert bits.first_difference({"O": a["O"].astype(np.float16).T}, {"O": b["O"].astype(np.float16).T}) == (
+        "O[0, 1] is 0.5, not 3.0; 2 of 4 differ"
+    )
+
+
+@pytest.mark.parametrize("tile", [None, Tile(BLOCK_M=64, BLOCK_N=32)])
+def test_a_kernel_that_the_cpu_backend_refuses(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error; with a tile only if no kernel takes it."""
+
+    def base_of(kernel: Kernel, *given: Any) -> Kernel:
+        if kernel.name == "fwd_mma":
+            raise UnsupportedProblem("fwd_mma is not supported")
+        return kernel
+
+    monkeypatch.setattr(bits, "base_of", base_of)
+    monkeypatch.setattr(bits, "compare", lambda base, change, device: base.name)
+    both = [registry.get(name) for name in ("fwd_mma", "fwd_minimal")]
+    for kernels in (both, both[:1]):
+        if tile and len(kernels) == 2:
+            assert [*bits.examine(kernels, HOST, 1, tile, ["runs"], invariant=False)] == ["fwd_minimal"]
+        else:
+            with pytest.raises(UnsupportedProblem, match="fwd_mma is not supported"):
+                list(bits.examine(kernels, HOST, 1, tile, ["runs"], invariant=False))
+
+
+@pytest.mark.parametrize("invariant", [None, False, True])
+def test_only_one_of_the_modes(invariant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "base_of", lambda *given: given[-1])
+    monkeypatch.setattr(bits, "compare", lambda base, change, device: (base, change))
+    found = [*bits.examine([registry.get("fwd_mma")], HOST, 1, invariant=invariant)]
+    modes = [False, True] if invariant is None else [invariant]
+    assert found == [(mode, change) for mode in modes for change in bits.CHANGES]
