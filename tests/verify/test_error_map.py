@@ -145,6 +145,7 @@ def test_an_infinite_reference_is_no_error_by_itself() -> None:
     assert found
     assert found.first == found.worst == (0, 0, 3)
     assert "row 3: 0 instead of -inf" in found.text
+    assert "Row 3" in found.text
 
 
 MASKS = {"one more": "sees one key too many", "one less": "misses its last key", "none": "as without a causal mask",
@@ -300,6 +301,7 @@ def test_rows_of_tiles(rows: Any, phrase: str) -> None:
         (65, 64, "the tail"),
         (65, 0, "a tile boundary"),
         (63, 0, ""),
+        (63, 62, ""),
         (128, 127, "a tile boundary"),
     ],
 )
