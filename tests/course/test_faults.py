@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import sys
@@ -102,3 +103,54 @@ def test_watch_finds_a_sample(monkeypatch) -> None:
         assert row["found"] == stored[row["number"]]["found"], row
         assert row["ever_right"] or not stored[row["number"]]["ever_right"], row
     assert os.environ["SANDBOX_CACHE_DIR"] == cache
+
+
+@pytest.mark.parametrize("number", faults.every())
+def test_the_lines_of_a_fault(number: int) -> None:
+    """All lines that differ from the correct kernel."""
+    fault = faults.get(number)
+    correct, faulty = fault.correct(".cu").splitlines(), fault.faulty().splitlines()
+    begin = next(n for n, (a, b) in enumerate(zip(correct, faulty, strict=False), 1) if a != b)
+    end = next(n for n, (a, b) in enumerate(zip(correct[::-1], faulty[::-1], strict=False)) if a != b)
+    assert fault.lines.start <= begin <= len(faulty) - end <= fault.lines[-1] or begin > len(faulty) - end
+    text = "\n".join(faulty[fault.lines.start - 1 : fault.lines[-1]])
+    assert all(line.strip() in text for line in fault.new.splitlines())
+
+
+def test_a_fault_that_no_longer_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, times in (("nowhere in it", 0), ("#include", 4)):
+        fault = dataclasses.replace(faults.get(3), old=text)
+        found = fault.correct(".cu").count(text)
+        assert bool(found) is bool(times)
+        with pytest.raises(SpecError, match=rf"fault 3 does not fit fwd_\w+\.cu: '{text}' occurs {found} times"):
+            fault.faulty()
+
+
+def test_files_of_a_fault(tmp_path: Path) -> None:
+    """In a new folder; neither is written if one exists."""
+    folder = tmp_path / "new" / "course"
+    assert faults.start(3, folder) == [folder / "course_03.cu", folder / "course_03.py"]
+    assert (folder / "course_03.cu").read_text() == faults.get(3).faulty()
+    assert (folder / "course_03.py").read_text() == faults.get(3).correct(".py")
+    (folder / "course_03.cu").unlink()
+    with pytest.raises(SpecError, match=r"^\S+course_03\.py exist already: choose another folder, or delete them$"):
+        faults.start(3, folder)
+    assert not (folder / "course_03.cu").exists()
+    faults.start(4, folder)
+
+
+def test_the_name_of_a_copy() -> None:
+    assert faults.get(7).name == "course_07"
+    assert "void mine(" in faults.get(3).faulty("mine")
+    assert "course_03" not in faults.get(3).faulty("mine")
+
+
+def test_a_solution_is_a_diff() -> None:
+    lines = faults.solution(3).splitlines()
+    begin = lines.index("--- course_03.cu")
+    assert lines[begin - 1 : begin + 2] == ["", "--- course_03.cu", "+++ course_03.cu (corrected)"]
+    removed = [line[1:].strip() for line in lines[begin + 2 :] if line.startswith("-")]
+    assert removed == [line.strip() for line in faults.get(3).faulty().splitlines() if line.strip() in removed]
+    assert 1 <= len(removed) <= len(faults.get(3).lines)
+    context = [line for line in lines[begin + 3 :] if line.startswith(" ")]
+    assert len(context) == 2

@@ -20,11 +20,13 @@ from sandbox.cli import cli
 from sandbox.core import registry
 from sandbox.core.errors import HistoryError, SpecError, ToolchainMissing, UnknownKernel, UnsupportedProblem
 from sandbox.core.source_line import SourceLine
-from sandbox.disassembly import listing, report
+from sandbox.disassembly import costs, listing, report
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain import disassembly, tools
+from sandbox.toolchain.arch import Occupancy
 from sandbox.toolchain.disassembly import Instruction
 from sandbox.toolchain.nvrtc import Resources
+from sandbox.verify.report import WIDE
 from sandbox.watch.history import History, read_texts
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -492,3 +494,69 @@ def test_a_listing_as_json() -> None:
 def test_classes_by_the_size_of_their_change() -> None:
     before, after = code_of("a", {"FFMA": 3, "BAR": 1, "LDC": 9}), code_of("b", {"FFMA": 5, "LDC": 9, "BRA": 4})
     assert [*listing.changed_classes(before, after).items()] == [("BRA", (0, 4)), ("FFMA", (3, 5)), ("BAR", (1, 0))]
+
+
+def entries(*names: str) -> str:
+    return "".join(f'extern "C" __global__ void {name}(float* x) {{ x[0] = 1; }}\n' for name in names)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "there", "names"),
+    [
+        ("fwd_minimal", ["mine"], ["mine"]),
+        ("fwd_minimal", ["fwd_minimal"], ["fwd_minimal"]),
+        ("fwd_minimal", ["mine", "other"], ["fwd_minimal"]),
+        ("fwd_minimal", [], ["fwd_minimal"]),
+        ("bwd_mma", ["mine_postprocess", "mine"], ["mine", "mine_postprocess"]),
+        ("bwd_mma", ["mine"], ["bwd_mma", "bwd_mma_postprocess"]),
+        ("bwd_mma", ["mine", "bwd_mma"], ["bwd_mma", "bwd_mma_postprocess"]),
+        ("bwd_mma", ["mine", "mine_postprocess", "mine_too"], ["bwd_mma", "bwd_mma_postprocess"]),
+    ],
+)
+def test_entry_points_of_another_file(kernel: str, there: list[str], names: list[str], tmp_path: Path) -> None:
+    """Those of a renamed copy, if it has as many."""
+    file = tmp_path / "mine.cu"
+    if there:
+        file.write_text(entries(*there))
+    found = listing.version(registry.get(kernel), str(file))
+    assert [entry.name for entry in found.entries] == names
+    assert found.source == file
+
+
+# ---- resources of tiles
+
+
+@pytest.mark.parametrize(
+    ("fields", "cells"),
+    [
+        ({}, ["40", "97 KiB", "2", "12%", "500 ms", "registers"]),
+        ({"cached": True}, ["40", "97 KiB", "2", "12%", "cached", "registers"]),
+        ({"resources": Resources(40, 1024, 0, 4, 8)}, ["40 +12", "97 KiB", "2", "12%", "500 ms", "registers"]),
+        ({"resources": None}, None),
+        ({"occupancy": None}, None),
+        ({"smem_dynamic": None}, None),
+        ({"smem_dynamic": 0}, ["40", "1 KiB", "2", "12%", "500 ms", "registers"]),
+    ],
+)
+def test_the_table_of_compile(fields: dict[str, Any], cells: list[str] | None) -> None:
+    """Two lines per tile on a narrow terminal; tiles without numbers are left out."""
+    usual: dict[str, Any] = {
+        "resources": Resources(40, 1024, 0, 0, 0), "smem_dynamic": 98304,
+        "occupancy": Occupancy(2, 0.125, "registers"), "seconds": 0.5, "cached": False,
+    }  # fmt: skip
+    cost = costs.Cost("fwd_x", PROBLEM, TILE, "sm_90", True, **{**usual, **fields})
+    wide, narrow = (costs.compiled_table([cost], width) for width in (WIDE, WIDE - 1))
+    heads = ["kernel", "problem", "arch", "tile", "regs", "smem", "blocks/SM", "occupancy", "compile", "limited by"]
+    assert [column.header for column in wide.columns] == heads
+    assert [column.justify for column in wide.columns] == ["left"] * 4 + ["right"] * 5 + ["left"]
+    assert [column.no_wrap for column in wide.columns] == [name == "tile" for name in heads]
+    assert bool(wide.caption) is bool(narrow.caption) is ("+12" in str(cells))
+    if cells is None:
+        assert rows_of(wide) == rows_of(narrow) == []
+        return
+    regs, smem, blocks, share, compiling, limit = cells
+    assert rows_of(wide) == [["fwd_x", PROBLEM.variant, "sm_90", str(TILE), *cells]]
+    assert rows_of(narrow) == [
+        [f"fwd_x sm_90\n{PROBLEM.variant}", "BLOCK_M=32\nBLOCK_N=16", f"{regs}\n{smem}", blocks, compiling,
+         f"{share}\n{limit}"]
+    ]  # fmt: skip

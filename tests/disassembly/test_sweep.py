@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from project import SEED
@@ -178,3 +179,104 @@ def test_a_kernel_that_spills_much_is_tried_last(
     assert choose.choose_kernel(PLAIN, "forward", (9, 0)).name == name
     monkeypatch.setattr(registry, "kernels", lambda: {"high": high})
     assert choose.choose_kernel(PLAIN, "forward", (9, 0)).name == "high"
+
+
+# ---- which problems are compiled
+
+
+def test_jobs_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dtype of 16 bits; float8 also for sm_89, on which other dtypes give the code of sm_80."""
+    narrow = dataclasses.replace(registry.get("fwd_minimal"), dtypes=("float32", "float16", "bfloat16", "float8_e4m3"))
+    supported = lambda job: (job.arch, job.dtype) != ("sm_80", "float8_e4m3")  # noqa: E731
+    monkeypatch.setattr(sweep, "problems", lambda job, *given: iter([PLAIN] if supported(job) else []))
+    found = [*sweep.jobs(narrow, sweep.ARCHS)]
+    widths = [*spills.PLAIN_WIDTHS]
+    kinds = list(dict.fromkeys((job.arch, job.dtype) for job in found))
+    assert {job.kernel for job in found} == {"fwd_minimal"}
+    assert {arch for arch, _ in kinds} == {*sweep.ARCHS}
+    assert [dtype for arch, dtype in kinds if arch == "sm_89"] == ["float8_e4m3"]
+    assert sorted(dtype for arch, dtype in kinds if arch == "sm_80") == ["float16", "float32"]
+    assert sorted(dtype for arch, dtype in kinds if arch == "sm_90") == ["float16", "float32", "float8_e4m3"]
+    assert all([job.D for job in found if (job.arch, job.dtype) == kind] == widths for kind in kinds)
+
+
+def test_only_jobs_with_a_supported_problem(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mask, count in ((True, 1), (False, 1), (None, 0)):
+        refusing = dataclasses.replace(
+            kernel, dtypes=("float16",),
+            supports=lambda p, arch, mask=mask: None if (bool(p.causal), p.D) == (mask, 64) else "no",
+        )  # fmt: skip
+        monkeypatch.setattr(registry, "get", lambda name, refusing=refusing: refusing)
+        assert [job.D for job in sweep.jobs(refusing, ["sm_100"])] == [64] * count
+
+
+def test_options_of_a_job() -> None:
+    assert sweep.Job("k", "sm_100", "float16", 64).cases == ((),)
+    cases = sweep.Job("k", "sm_90", "float16", 64).cases
+    assert cases[0] == ()
+    assert {len(case) for case in cases[1:]} == {1, 2}
+    assert {name for case in cases for name in case} == {*sweep.ALONE}
+
+
+def test_problems_of_a_case() -> None:
+    """The first shape is B, H, Hk, Sq, Sk; a combination that is invalid has none."""
+    job = sweep.Job("fwd_minimal", "sm_90", "float16", 64)
+    problem = sweep.problem_of(job, ("softcap",), True, (2, 16, 4, 100, 200))
+    assert problem
+    assert (problem.B, problem.H, problem.Hk, problem.Sq, problem.Sk, problem.D) == (2, 16, 4, 100, 200, 64)
+    assert (problem.causal, problem.dtype) == ("bottom-right", "float16")
+    assert problem.softcap
+    plain = sweep.problem_of(job, (), False, (2, 16, 4, 100, 200))
+    assert plain == Problem(2, 16, 100, 200, 64, 4, "float16")
+    assert sweep.problem_of(job, ("pages",), True, (2, 16, 4, 100, 200)) is None  # 200 keys are no whole pages
+    assert len([*sweep.problems(job, (), True)]) == len(sweep.SHAPES)
+    assert [*sweep.problems(job._replace(D=7), ("softcap",), True)] == []
+
+
+def test_tables_are_written_when_all_jobs_of_a_kernel_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequent head dimensions are compiled first."""
+    done: list[str] = []
+    kernels = [registry.get(name) for name in ("fwd_minimal", "fwd_mma")]
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, processes: int | None, **how: object):
+            super().__init__(1)
+
+    def run(job: sweep.Job) -> sweep.Result:
+        done.append(f"{job.kernel} {job.D}")
+        return sweep.Result(job, [], 1, [])
+
+    def store(kernel: Kernel, results: list[sweep.Result]) -> None:
+        done.append(f"store {kernel.name} {sorted(result.job.D for result in results)}")
+
+    often, seldom = spills.WIDTHS[0], next(D for D in spills.PLAIN_WIDTHS if D not in spills.WIDTHS)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(sweep, "store", store)
+    monkeypatch.setattr(
+        sweep, "jobs", lambda kernel, archs: [sweep.Job(kernel.name, archs[0], "float16", D) for D in (seldom, often)]
+    )
+    results = [*sweep.sweep(kernels, ["sm_90"])]
+    assert len(results) == 4
+    launched = [each for each in done if not each.startswith("store")]
+    assert launched == [f"{name} {D}" for D in (often, seldom) for name in ("fwd_minimal", "fwd_mma")]
+    stored = [each for each in done if each.startswith("store")]
+    assert sorted(stored) == [f"store {name} {sorted((often, seldom))}" for name in ("fwd_minimal", "fwd_mma")]
+
+
+def test_the_spilled_bytes_of_the_worst_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [SimpleNamespace(resources=nvrtc.Resources(40, 0, 0, *spilled)) for spilled in ((1, 2), (4, 8), (3, 0))]
+    monkeypatch.setattr(sweep.pipeline, "compile_problem", lambda *given: compiled)
+    assert sweep.spilled(registry.get("fwd_minimal"), PLAIN, WIDE, "sm_90") == 12
+
+
+def test_tiles_that_are_not_supported_are_not_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is."""
+    compiled: set[Tile] = set()
+    refusing = dataclasses.replace(kernel, check_tile=lambda p, tile, arch: "no" if tile == WIDE else None)
+    monkeypatch.setattr(registry, "get", lambda name: refusing)
+    monkeypatch.setattr(sweep, "spilled", lambda kernel, problem, tile, arch: compiled.add(tile) or 0)
+    result = sweep.run(sweep.Job("fwd_minimal", "sm_100", "float16", 64))
+    assert compiled == {NARROW}
+    assert result.compiled == 2  # causal and not
+    assert (result.rows, result.errors) == ([], [])
