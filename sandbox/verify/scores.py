@@ -236,8 +236,8 @@ def visible_pairs(p: Problem, inputs: Mapping[str, Any]) -> int | None:
     shape = Shape(p.B, p.H, p.Hk, p.Sq, p.Sk, p.D, p.Dv)
     score_options = ScoreOptions(shape, p.causal, p.scale, window=p.window, **tensors)
     # Batch entries and heads with the same mask are counted once.
-    B = 1 if p.mask[:1] in ((), (1,)) and not p.key_lengths else p.B
-    H = p.H if p.mask[1:2] == (p.H,) else 1
+    B = min(1, p.B) if p.mask[:1] in ((), (1,)) and not p.key_lengths else p.B
+    H = p.H if p.mask[1:2] == (p.H,) else min(1, p.H)
     strips = ((b, h, m0) for b in range(B) for h in range(H) for m0 in range(0, p.Sq, _STRIP))
     masks = (score_options.head(b, h).visible(m0, min(_STRIP, p.Sq - m0), 0, p.Sk) for b, h, m0 in strips)
     return p.B // B * (p.H // H) * sum(int(np.count_nonzero(mask)) for mask in masks) if B and H else 0

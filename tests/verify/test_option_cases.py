@@ -401,3 +401,8 @@ def test_a_sinks_gradient_that_lacks_a_row(dtype: str, Sq: int) -> None:
     assert reference.max_error([rows.sum()], right) <= bound
     caught = [reference.max_error([rows.sum() - row], right) > bound for row in rows.flat]
     assert np.mean(caught) > 0.9
+
+
+def test_pairs_of_no_heads_or_batch_entries() -> None:
+    p = dataclasses.replace(P, B=0, mask=(1, 1, 130, 97))
+    assert scores.visible_pairs(p, {"mask": np.ones((1, 1, 130, 97), bool)}) == 0
