@@ -403,6 +403,66 @@ def test_a_sinks_gradient_that_lacks_a_row(dtype: str, Sq: int) -> None:
     assert np.mean(caught) > 0.9
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_pairs_of_masks_that_heads_and_batch_entries_share(shape: tuple[int, int], lengths: bool) -> None:
+    """Those of a mask that differs between heads are counted for each."""
+    p = dataclasses.replace(P, Sq=5, Sk=7, causal=False, mask=(*shape, 5, 7), key_lengths=lengths)
+    share = np.linspace(0.2, 0.9, shape[0] * shape[1]).reshape(*shape, 1, 1)
+    mask = np.random.default_rng(0).random((*shape, 5, 7)) < share
+    given: dict[str, Any] = {"mask": mask}
+    seen = np.broadcast_to(mask, (2, 4, 5, 7))
+    if lengths:
+        given["key_lengths"] = np.array([7, 3], np.int32)
+        seen = seen & (np.arange(7) < given["key_lengths"][:, None, None, None])
+    assert scores.visible_pairs(p, given) == seen.sum()
+
+
 def test_pairs_of_no_heads_or_batch_entries() -> None:
     p = dataclasses.replace(P, B=0, mask=(1, 1, 130, 97))
     assert scores.visible_pairs(p, {"mask": np.ones((1, 1, 130, 97), bool)}) == 0
+
+
+@pytest.mark.parametrize("name", ["K", "V"])
+def test_only_keys_that_no_query_sees_are_nan(name: str) -> None:
+    """Of any query head of the group."""
+    p = dataclasses.replace(P, causal=False, mask=(2, 4, 130, 97))
+    mask = np.zeros((2, 4, 130, 97), bool)
+    mask[:, :, :, 5:] = True
+    mask[0, 1, 17, 2] = True  # key 2 of key head 0
+    inputs = {"K": np.ones((2, 2, 97, 8), np.float32), "V": np.ones((2, 2, 97, 8), np.float32), "mask": mask}
+    scores.fill_hidden_with_nan(p, inputs)
+    hidden = np.zeros((2, 2, 97), bool)
+    hidden[:, :, :5] = True
+    hidden[0, 0, 2] = False
+    np.testing.assert_array_equal(np.isnan(inputs[name]), np.broadcast_to(hidden[..., None], (2, 2, 97, 8)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 7), (2, 1, 5, 1), (1, 4, 1, 7)])
+def test_only_elements_of_a_bias_that_no_query_reads_are_nan(shape: tuple[int, ...]) -> None:
+    p = dataclasses.replace(P, Sq=5, Sk=7, causal="top-left", bias=shape)
+    inputs = {name: np.ones((2, 2, 7, 8), np.float32) for name in "KV"} | {"bias": np.ones(shape, np.float32)}
+    scores.fill_hidden_with_nan(p, inputs)
+    seen = np.broadcast_to(np.tril(np.ones((5, 7), bool)), (2, 4, 5, 7))
+    read = seen.any(axis=tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
+    np.testing.assert_array_equal(np.isnan(inputs["bias"]), ~read)
+
+
+def test_values_of_a_scores_tensors() -> None:
+    """Booleans, indices that are valid, and small numbers."""
+    found = scores.score_inputs(dataclasses.replace(P, score=scores.documents(P)))
+    gain, near, doc, every = (found[f"score.{name}"] for name in ("gain", "near", "doc", "every"))
+    assert [x.dtype.name for x in (gain, near, doc, every)] == ["float32", "float16", "int32", "bool"]
+    assert {*doc.flat} == {0, 1, 2}
+    assert 0.05 < every.mean() < 0.35
+    assert 0.3 < near.astype(float).std() < 0.7
+
+
+def test_descales_of_a_problem() -> None:
+    p = dataclasses.replace(P, dtype="float8_e4m3", descale=((2, 4), 0.5, (1, 2)))
+    found = scores.score_inputs(p)
+    assert [*found] == ["descale_q", "descale_v"]
+    assert (found["descale_q"].shape, found["descale_v"].shape) == ((2, 4), (1, 2))
+    for x in found.values():
+        assert (x.min() >= 0.5, x.max() <= 1.5, x.dtype) == (True, True, np.float32)
+    assert (scores.score_inputs(p, seed=1)["descale_q"] != found["descale_q"]).all()
