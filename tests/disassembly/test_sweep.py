@@ -280,3 +280,23 @@ def test_tiles_that_are_not_supported_are_not_compiled(kernel: Kernel, monkeypat
     assert compiled == {NARROW}
     assert result.compiled == 2  # causal and not
     assert (result.rows, result.errors) == ([], [])
+
+
+def test_the_next_tile_is_compiled_with_options_that_the_first_one_need_not(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one spills without options."""
+    compiled: set[tuple[Tile, frozenset[str]]] = set()
+
+    def spilled(kernel: Kernel, problem: Problem, tile: Tile, arch: str) -> int:
+        compiled.add((tile, spills.options_of(problem)))
+        return 8 if tile == WIDE else 0
+
+    monkeypatch.setattr(registry, "get", lambda name: kernel)
+    monkeypatch.setattr(sweep, "spilled", spilled)
+    result = sweep.run(sweep.Job("fwd_minimal", "sm_90", "float16", 192))
+    assert {row.tile for row in result.rows} == {spills.text_of(WIDE)}
+    options = {tile: {name for of, names in compiled if of == tile for name in names} for tile in (WIDE, NARROW)}
+    assert options[WIDE] <= {"CAUSAL=1"}
+    assert {"CAUSAL=1", "SOFTCAP=1", "SINK=1"} <= options[NARROW]
+    assert result.compiled == len(compiled)

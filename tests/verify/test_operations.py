@@ -29,6 +29,7 @@ from sandbox.spec import Kernel, Tile
 from sandbox.toolchain import arch as architectures
 from sandbox.verify import check, operations, sanitize
 from sandbox.verify.cases import Case
+from sandbox.verify.references import ReferenceOutput
 from sandbox.verify.suite import suite_of
 
 
@@ -375,3 +376,189 @@ def test_defaults() -> None:
     (large,) = suite_of(one).named_cases(one, small=False)
     assert large.problem == OperationProblem("mine", (("N", 16777216),), "float32")
     assert operations.dtype_of(one, "float16") == "float32"
+
+
+# ---- cases, bounds and error maps of an operation without a kernel
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "dtype", "chosen"),
+    [
+        (("float32", "float16"), "float32", "float32"),
+        (("float32", "float16"), "bfloat16", "float16"),
+        (("float32", "bfloat16"), "float16", "float32"),
+        (("float32",), "", "float32"),
+    ],
+)
+def test_the_dtype_of_a_case(dtypes: tuple[str, ...], dtype: str, chosen: str) -> None:
+    assert operations.dtype_of(spec(dtypes=dtypes), dtype) == chosen
+
+
+def of_dims(n: int, **fields: Any) -> Kernel:
+    dims = tuple("MNKL"[:n])
+    own = Operation(dims=dims, inputs={"x": Tensor(*dims)}, outputs={"y": Tensor(*dims)}, reference=lambda x: x)
+    return spec(computes=own, args=("x", "y", *dims), **fields)
+
+
+@pytest.mark.parametrize(
+    ("n", "tile", "first", "count"),
+    [
+        (1, Tile(THREADS=128), ["4099", "128", "1000"], 10),
+        (2, Tile(THREADS=128), ["67,136", "17,97", "64,203"], 13),
+        (3, Tile(THREADS=128), ["67,136,72", "17,97,128", "64,203,67"], 13),
+    ],
+)
+def test_default_cases(n: int, tile: Tile, first: list[str], count: int) -> None:
+    """Sizes in turns; with several dimensions also equal sizes."""
+    shapes = [*operations._default_cases(n, tile)]
+    assert (shapes[:3], len(shapes)) == (first, count)
+    if n > 1:
+        assert shapes[-3:] == [",".join([size] * n) for size in ("64", "128", "256")]
+        assert len({*shapes}) == count
+
+
+@pytest.mark.parametrize(
+    ("tile", "sizes"),
+    [
+        (Tile(THREADS=128), {127, 128, 129, 259}),
+        (Tile(THREADS=128, ROWS=256), {255, 256, 257, 515}),
+        (Tile(THREADS=1024), {1023, 1024, 1025, 2051}),
+        (Tile(THREADS=128, BLOCKS=1025), {127, 128, 129, 259}),  # no size of a tile
+        (Tile(BLOCKS=2000), {63, 64, 65, 131}),
+        (Tile(THREADS=1), {1, 2, 5}),
+    ],
+)
+def test_default_cases_beside_the_largest_number_of_the_tile(tile: Tile, sizes: set[int]) -> None:
+    assert {*map(int, operations._default_cases(1, tile))} == {4099, 1, 1000, 17} | sizes
+
+
+@pytest.mark.parametrize(("n", "shape"), [(1, "16777216"), (2, "4096,4096"), (3, "2048,2048,2048"), (4, "64,64,64,64")])
+def test_default_shapes_on_a_gpu(n: int, shape: str) -> None:
+    kernel = of_dims(n, dtypes=("float32", "float16"))
+    found = suite_of(kernel).named_cases(kernel, small=False)
+    assert [case.problem for case in found] == [suite_of(kernel).problem(kernel, shape, d) for d in kernel.dtypes]
+    small = suite_of(kernel).named_cases(kernel, small=True)
+    first = next(operations._default_cases(n, kernel.tiles[0]))
+    assert [case.problem for case in small] == [suite_of(kernel).problem(kernel, first, d) for d in kernel.dtypes]
+
+
+def test_cases_of_commands() -> None:
+    own = operation(cases=("3,4", "5,6", "7,8", "9,10"), shapes=("11,12", "13,14"),
+                    isolate={"zero": lambda inputs: None})  # fmt: skip
+    kernel = spec(computes=own, dtypes=("float32", "float16"))
+    suite = suite_of(kernel)
+
+    def texts(cases: Any) -> list[str]:
+        return [f"{case.problem.M},{case.problem.N} {case.problem.dtype} {case.inputs}" for case in cases]
+
+    every = [f"{shape} {d} normal" for d in kernel.dtypes for shape in ("3,4", "5,6", "7,8", "9,10")]
+    isolated = [f"3,4 {d} zero" for d in kernel.dtypes]
+    assert texts(suite.sweep_cases(kernel)) == [*every[:4], isolated[0], *every[4:], isolated[1]]
+    small = [f"{shape} float16 normal" for shape in ("3,4", "5,6", "7,8")]
+    assert texts(suite.quick_cases(kernel, HOST)) == small
+    assert texts(suite.quick_cases(kernel, ("cuda", 0))) == ["11,12 float16 normal", *small]
+    assert texts([suite.tile_case(kernel, kernel.tiles[0])]) == small[:1]
+    names = [case.name for case in suite.sweep_cases(kernel)]
+    assert (names[0], names[4]) == ("M=3 N=4", "M=3 N=4 zero")
+    assert {case.layout for case in suite.sweep_cases(kernel)} == {"contiguous"}
+
+
+def test_problems_of_sanitize() -> None:
+    """The two with the fewest threads in several blocks; of these with the most elements."""
+    sizes = ("1,9", "2,5", "2,7", "8,3", "3,4")
+    kernel = spec(computes=operation(cases=sizes), grid=lambda p, t: (p.M, 1, 1))
+    found = suite_of(kernel).small_problems(kernel, kernel.tiles[0])
+    assert [(p.M, p.N) for p in found] == [(2, 7), (2, 5)]  # type: ignore[attr-defined]
+
+
+def test_the_best_tile_is_examined_too() -> None:
+    """On a problem that it supports."""
+    small, large = Tile(THREADS=32), Tile(THREADS=64)
+    for tiles, expected in (((large, small), [(large, 4)]), ((small, large), [])):
+        kernel = spec(
+            computes=operation(cases=("2,3", "4,5")), tiles=tiles,
+            check_tile=lambda p, tile, arch: "no" if (p.M, tile) == (2, large) else None,
+        )  # fmt: skip
+        found: list[Any] = suite_of(kernel).shipped_tiles(kernel, None)
+        assert [(tile, p.M) for tile, p in found] == expected
+
+
+def test_inputs_of_an_operation() -> None:
+    """From values of the spec or by dtype; isolated ones are changed in place."""
+
+    def zero(inputs: Any) -> None:
+        inputs["x"][0] = 0
+
+    tensors = {"x": Tensor("M", "N"), "n": Tensor("M", dtype="int32"), "flag": Tensor("N", dtype="bool"),
+               "own": Tensor("M", values=lambda rng, shape: np.arange(shape[0]))}  # fmt: skip
+    own = operation(inputs=tensors, reference=lambda x, n, flag, own: x, isolate={"zero": zero}, name="mine")
+    problem = own.problem("500,3", "float16")
+    given = operations.inputs_of(own, Case("x", problem))  # type: ignore[arg-type]
+    assert [x.dtype.name for x in given.values()] == ["float16", "int32", "bool", "float16"]
+    assert abs(given["x"].astype(float).std() - 1) < 0.1
+    assert {*given["n"].flat} == {0, 1}
+    assert given["own"].tolist() == [float(n) for n in range(500)]
+    assert given["x"][0].any()
+    assert not operations.inputs_of(own, Case("x", problem, "zero"))["x"][0].any()  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="inputs='one' are not supported: choose from normal, zero"):
+        operations.inputs_of(own, Case("x", problem, "one"))  # type: ignore[arg-type]
+
+
+def test_inputs_in_another_order_of_sums() -> None:
+    """Up to four units of the last place of float32; integers are not changed."""
+    x = np.full(10000, 1.5, np.float32)
+    change = operations._nudged(x, np.random.default_rng(0)) / x.astype(np.float64) - 1
+    assert 0.9 * 2.0**-22 < change.max() <= 1.1 * 2.0**-22
+    assert -1.1 * 2.0**-22 <= change.min() < -0.9 * 2.0**-22
+    for dtype in ("int32", "uint8", "bool"):
+        given = np.ones(3, dtype)
+        assert operations._nudged(given, None) is given
+
+
+def test_the_default_bound() -> None:
+    """Twice the float32 result's error, an ulp of the dtype, and eight of float32; of finite elements."""
+    exact = np.array([1.0, -3.0, np.inf, 5.0])
+    near = [np.array([1.25, -3.0, np.inf, np.nan]), np.array([1.0, -2.5, 0.0, 5.0])]
+    assert operations._bound(exact, near, "float16") == 2 * 0.5 + 2.0**-9 + 8 * 2.0**-22  # 3 is between 2 and 4
+    assert operations._bound(exact, near, "float32") == 2 * 0.5 + 9 * 2.0**-22
+    assert operations._bound(exact, near, "int32") == 0
+    assert operations._bound(np.zeros(0), [np.zeros(0)] * 2, "float32") == 9 * 2.0**-149
+
+
+@pytest.mark.parametrize(
+    ("wrong", "count", "first", "text"),
+    [
+        (np.s_[3, 5], 1, "M 3, N 5", " Only M 3 of 7; N 5 of 10."),
+        (np.s_[2:4, ::9], 4, "M 2, N 0", " Only M 2-3 of 7; N 0-9 (2 of them) of 10."),
+        (np.s_[:, 8:], 14, "M 0, N 8", " Only N 8-9 of 10: the last, partial tile (T=4)."),
+        (np.s_[:, 7:], 21, "M 0, N 7", " Only N 7-9 of 10."),
+        (np.s_[:], 70, "M 0, N 0", ""),
+    ],
+)  # fmt: skip
+def test_the_error_map_of_an_operation(wrong: Any, count: int, first: str, text: str) -> None:
+    answer = ReferenceOutput(np.ones((7, 10)), 0.5)
+    got = answer.values.copy()
+    got[wrong] = 9
+    found = operations.locate(operation(), "y", got, answer, Tile(ONE=1, T=4, LARGE=16))
+    assert found
+    at = f"at {first}: 9 instead of 1"
+    assert found.text == f"y is wrong in {count} of 70 elements, first {at}; worst {at}.{text}"
+    assert found.tile_rows == 16
+    assert found.heat.shape == (7, 10)
+    assert found.heat.max() == 16
+
+
+def test_the_worst_element_of_an_operation() -> None:
+    """With a bound for each; NaN is worst. Heat has two dimensions."""
+    own = operation(outputs={"y": Tensor("M")}, reference=lambda x: x[:, 0])
+    bound = np.array([1.0, 0.25, 1.0, 0.0])
+    answer = ReferenceOutput(np.array([0.0, 0.0, np.nan, 0.0]), bound)
+    found = operations.locate(own, "y", np.array([2.0, 1.0, np.nan, 0.0]), answer, Tile())
+    assert found
+    assert (found.wrong, found.first, found.worst, found.tile_rows) == (2, (0,), (1,), 64)
+    assert found.heat.tolist() == [[2, 4, 0, 0]]
+    assert "NaN" not in found.text
+    found = operations.locate(own, "y", np.array([np.nan, 1.0, np.nan, 0.0]), answer, Tile())
+    assert found
+    assert "in 2 of 4 elements, 1 of them NaN (or never written), first at M 0" in found.text
+    assert operations.locate(own, "y", answer.values, answer, Tile()) is None
