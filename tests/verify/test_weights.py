@@ -723,3 +723,9 @@ def test_what_lse_is(change: Any, expected: str) -> None:
     found = weights.cause_of(w._replace(lse=change(w.lse, w.scores.max(1))))
     separator = ", " if expected.startswith("in ") and "%" in expected else ": "
     assert found == Cause(f"O is correct, only LSE is wrong{separator}{expected}", weights.LSE)
+
+
+def test_a_row_sum_that_is_too_small() -> None:
+    w = sample()
+    found = weights.factor_of_a_row(divided_by(w, np.random.default_rng(3).uniform(0.55, 0.8, 64)))
+    assert said(found).startswith("the row sum l is too small (")
