@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +142,46 @@ def test_the_median_of_several_launches(monkeypatch: pytest.MonkeyPatch) -> None
     done = trial.launch(kernel, kernel.tiles[0], problem, given, HOST, repeats=3, before=lambda: calls.append("before"))
     assert calls == ["before", "launch"] * 3
     assert done.seconds == 0.5
+
+
+def test_a_launch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors are sent, outputs come back; launches after the first are timed by events."""
+    log: list[str] = []
+    seconds = iter([0.5, 0.125, 0.25])
+
+    class Staged:
+        def __init__(self, view: Any, device: Any):
+            self.size = view.owner.size
+
+        def send(self) -> None:
+            log.append(f"send {self.size}")
+
+        def fetch(self) -> None:
+            log.append(f"fetch {self.size}")
+
+    class Event:
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("synchronize")
+
+        def seconds_since(self, before: Event) -> float:
+            return next(seconds)
+
+    prepared = SimpleNamespace(
+        pointers=tuple, launch=lambda pointers: log.append("launch"),
+        wait=lambda: log.append("wait"), device=("cuda", 0),
+    )  # fmt: skip
+    monkeypatch.setattr(trial, "Staged", Staged)
+    monkeypatch.setattr(trial.driver, "Event", Event)
+    monkeypatch.setattr(trial.driver, "device", lambda n: SimpleNamespace(current=contextlib.nullcontext))
+    monkeypatch.setattr(trial.pipeline, "prepare", lambda *given, fast: prepared)
+    problem = Problem(1, 1, 3, 5, 64, dtype="float16")
+    given = suite_of(KERNEL).inputs(Case("x", problem))
+    before = lambda: log.append("before")  # noqa: E731
+    done = trial.launch(KERNEL, KERNEL.tiles[0], problem, given, ("cuda", 0), repeats=3, before=before)
+    assert done.seconds == 0.25
+    assert sorted(log[:5]) == sorted(f"send {n}" for n in (3 * 64, 5 * 64, 5 * 64, 3 * 64, 3))
+    timed = ["before", "record", "launch", "record", "synchronize"]
+    assert log[5:] == ["before", "launch", "wait", *timed * 3, f"fetch {3 * 64}", "fetch 3"]
