@@ -318,3 +318,13 @@ def test_memory_stays_modest():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak <= 25e6  # the mask takes 4 MB; one float64 score matrix would take 32 MB
+
+
+@pytest.mark.parametrize("given", [("out",), ("lse",), ("out", "lse"), ()])
+def test_the_backward_computes_the_results_that_are_not_given(given):
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 2, 5, 4)) for _ in range(4))
+    results = dict(zip(("out", "lse"), reference.attention(q, k, v), strict=True))
+    found = reference.attention_backward(dout, q, k, v, **{name: results[name] for name in given})
+    for x, expected in zip(found, reference.attention_backward(dout, q, k, v, **results), strict=True):
+        np.testing.assert_array_equal(x, expected)
