@@ -141,22 +141,85 @@ def test_a_missing_metric_is_unknown_and_not_zero(name: str) -> None:
     assert list(profile_report.page(less, 120))
 
 
-def test_other_units_and_other_stall_metrics() -> None:
-    c = ncu.parse_raw(raw_page({
-        "gpu__time_duration.sum": ("usecond", "27"),
-        "dram__bytes_read.sum": ("Mbyte", "4.8"),
-        "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": ("warp", "0.3"),
-        "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": ("warp", "0.1"),
-    }), "fwd_mma")  # fmt: skip
-    assert c.seconds == pytest.approx(27e-6)
-    assert c.dram_read == pytest.approx(4.8e6)
-    assert c.stalls == pytest.approx({"barrier": 0.75, "wait": 0.25})
+def counters(**metrics: str | float) -> ncu.Counters:
+    """Of a raw page with these metrics, without units."""
+    return ncu.parse_raw(raw_page({name: ("", str(value)) for name, value in metrics.items()}), "fwd_mma")
+
+
+def test_other_stall_metrics() -> None:
+    """Without samples. Warps that issue do not stall."""
+    name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    values = {"wait": 0.1, "barrier_not_issued": 0.3, "selected": 1, "drain": 0}
+    found = counters(**{name.format(reason): value for reason, value in values.items()}).stalls
+    assert found == pytest.approx({"barrier": 0.75, "wait": 0.25})
+    assert [*found] == ["barrier", "wait"]  # most frequent first
+
+
+UNITS = {
+    "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "second": 1, "msecond": 1e-3, "ms": 1e-3,
+    "usecond": 1e-6, "us": 1e-6, "nsecond": 1e-9, "ns": 1e-9, "%": 1e-2, "cycle/usecond": 1e6, "Mhz": 1e6,
+    "cycle/nsecond": 1e9, "Ghz": 1e9, "Kbyte/second": 1e3, "Mbyte/second": 1e6, "Gbyte/second": 1e9,
+    "Tbyte/second": 1e12,
+}  # fmt: skip
+
+
+def test_units() -> None:
+    c = ncu.parse_raw(raw_page({f"in {unit}": (unit, "1,500.5") for unit in UNITS}), "fwd_mma")
+    found = {unit: c.metrics[f"in {unit}"] for unit in UNITS}
+    assert found == pytest.approx({unit: 1500.5 * factor for unit, factor in UNITS.items()}, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "measure", "value"),
+    [
+        ({"gpu__time_duration_measured_user.sum": 2}, "seconds", 2),
+        ({"gpu__time_duration_measured_user.sum": 2, "gpu__time_duration.sum": 3}, "seconds", 3),
+        ({"l1tex__m_xbar2l1tex_read_bytes.sum": 5}, "l2_bytes", 5),
+        ({"l1tex__m_xbar2l1tex_read_bytes.sum": 5, "l1tex__m_l1tex2xbar_write_bytes.sum": 6}, "l2_bytes", 11),
+        ({"l1tex__m_xbar2l1tex_read_bytes.sum": 5, "lts__t_sectors_srcunit_tex.sum": 0}, "l2_bytes", 0),
+        ({"lts__average_t_sector_hit_rate.pct": 0.5}, "l2_hits", 0.5),
+        ({"smsp__l1tex_data_pipe_lsu_wavefronts_mem_shared.sum": 3}, "smem_bytes", 384),
+        ({f"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{op}.sum": 10**i
+          for i, op in enumerate(("ld", "st", "ldsm", "atom", "red"))}, "bank_conflicts", 11111),
+        ({"l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": 7,
+          "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": 3}, "bank_conflicts", 7),
+        ({"l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": 3,
+          "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": 12}, "conflict_share", 0.25),
+        ({"l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": 3}, "conflict_share", None),
+        ({"l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": 3,
+          "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": 0}, "conflict_share", None),
+        ({"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": 0.25,
+          "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": 0.5,
+          "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active_but_other": 0.9}, "tensor_active", 0.5),
+        ({"smsp__cycles_elapsed.avg.per_second": 2, "gpc__cycles_elapsed.avg.per_second": 3}, "clock", 2),
+        ({"gpc__cycles_elapsed.avg.per_second": 3}, "clock", 3),
+        ({"dram__bytes_read.sum": 4, "gpu__time_duration.sum": 2,
+          "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 0.5}, "dram_peak", 4),
+        ({"dram__bytes_read.sum": 4, "gpu__time_duration.sum": 2,
+          "dram__throughput.avg.pct_of_peak_sustained_elapsed": 0}, "dram_peak", None),
+        ({"smsp__pcsamp_warps_issue_stalled_selected": 4}, "stalls", {}),
+        ({}, "stalls", {}),
+    ],
+)  # fmt: skip
+def test_metrics_of_other_versions(metrics: dict[str, float], measure: str, value: object) -> None:
+    """The first of several names for the same; sums of those that exist; None if it cannot be computed."""
+    assert getattr(counters(**metrics), measure) == value
+
+
+def test_messages_between_the_rows_of_a_page() -> None:
+    names, units, *launches = raw_page().splitlines()[1:]
+    c = ncu.parse_raw(
+        "\n".join(("a,message", names, "a message,of,ncu", units, "==WARNING==,a,b,c", *launches)), "fwd_mma"
+    )
+    assert (c.seconds, c.dram_read) == (pytest.approx(27e-6), 4.8e6)
 
 
 @pytest.mark.parametrize("text", ["", "==ERROR== nothing", raw_page(kernel="fwd_mma_other")])
 def test_a_report_without_the_kernel(text: str) -> None:
-    with pytest.raises(UnsupportedProblem, match="the report has no launch of fwd_mma"):
+    with pytest.raises(UnsupportedProblem) as refused:
         ncu.parse_raw(text, "fwd_mma")
+    others = 2 if "fwd_mma_other" in text else 0
+    assert str(refused.value) == f"the report has no launch of fwd_mma, but {others} launches of other kernels"
 
 
 def test_the_source_page() -> None:
@@ -169,6 +232,29 @@ def test_the_source_page() -> None:
     assert ncu.parse_source("", code) == []
     assert ncu.parse_samples(SOURCE_PAGE) == {0x00: 30, 0x10: 40, 0x20: 20}
     assert ncu.parse_samples("") == {}
+
+
+@pytest.mark.parametrize("samples", ["Warp Stall Sampling (All Cycles)", "# Samples"])
+def test_the_source_page_of_other_versions(samples: str) -> None:
+    """Addresses have a prefix; a row has none; the first instructions have no samples, and the last has no line."""
+    page = "\n".join(
+        (
+            f'"Address","Source","{samples}","L1 Wavefronts Shared Excessive"',
+            '"0x100","NOP","0","0"',
+            '"","a label","7","7"',
+            '"0x110","LDS","0","3"',
+            '"0x120","FFMA","1,000","0"',
+            '"0x130","EXIT","2000","0"',
+        )
+    )
+    assert ncu.parse_samples(page) == {0x20: 1000, 0x30: 2000}
+    where = SourceLine("/k/k.cu", 7), SourceLine("/k/k.cu", 9)
+    assert ncu.parse_source(page, [instruction(0x00, 8), instruction(0x10, 7), instruction(0x20, 9)]) == [
+        ncu.HotLine(None, 2000, {}, 0), ncu.HotLine(where[1], 1000, {}, 0), ncu.HotLine(where[0], 0, {}, 3 * 128)
+    ]  # fmt: skip
+    without = page.replace(samples, "Other")
+    assert ncu.parse_samples(without) == {}
+    assert ncu.parse_source(without, [instruction(0x10, 7)]) == [ncu.HotLine(where[0], 0, {}, 3 * 128)]
 
 
 # ---- the command
