@@ -558,19 +558,6 @@ def test_a_refusal_of_sdpa_says_why() -> None:
         peers.PEERS["sdpa-cudnn"].prepare(SMALL, *tensors(SMALL))
 
 
-def test_peers_by_name_and_by_file(tmp_path: Path) -> None:
-    assert [peer.name for peer in peers.get("eager")] == ["eager"]
-    file = tmp_path / "mine.py"
-    file.write_text("from sandbox.bench.peers import PEERS\npeers = [PEERS['eager'], PEERS['flex']]\n")
-    assert [peer.name for peer in peers.get(str(file))] == ["eager", "flex"]
-    file.write_text("peers = 3\n")
-    for name in (str(file), "sdpa-flesh", "nowhere.py"):
-        with pytest.raises(UnsupportedProblem, match=r"peers"):
-            peers.get(name)
-    with pytest.raises(UnsupportedProblem, match="tutorial"):
-        peers.PEERS["triton"].prepare(SMALL, None, None, None)
-
-
 def test_flash_attention_packages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     fa2, fa3, fa4 = peers.get(str(ROOT / "sandbox" / "bench" / "flash_attention_peers.py"))
@@ -1044,31 +1031,6 @@ def test_on_a_gpu(mode: str) -> None:
             assert line["device"]
             assert line["cuda"]
     assert 100 < found[0].setting["ceiling_gbps"] < 20000
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({"causal": "bottom-right"}, (None, None)),
-        ({"key_lengths": True}, (2, None)),
-        ({"mask": (2, 1, 8, 8)}, (2, None)),
-        ({"mask": (1, 4, 8, 8)}, (None, 4)),
-        ({"mask": (1, 1, 8, 8)}, (None, None)),
-        ({"score": Score("x")}, (2, 4)),
-    ],
-)
-@pytest.mark.sampled(3)
-def test_flex_makes_a_block_mask_for_each_entry_that_has_its_own(
-    options: dict[str, Any], sizes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = pytest.importorskip("torch")
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    made: list[tuple[int | None, ...]] = []
-    monkeypatch.setattr(flex, "create_block_mask", lambda seen, *of, device: made.append(of))
-    monkeypatch.setattr(peers, "flex_modifications", lambda *of: (None, lambda b, h, i, j: j >= 0))
-    q, k, v = torch.zeros(3, 2, 4, 8, 16)
-    peers.PEERS["flex"].prepare(Problem(2, 4, 8, 8, 16, **options), q, k, v, {})
-    assert made == [(*sizes, 8, 8)]
 
 
 @pytest.mark.parametrize("mask", [{"causal": "bottom-right"}, {"window": (4, None)}, {"alibi": (1, 2)}])
