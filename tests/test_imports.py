@@ -1,4 +1,4 @@
-"""Layering: which module may import which, print, exit, or use which library."""
+"""Layering: which module may import which, print, exit, or use which library; data classes are immutable."""
 
 from __future__ import annotations
 
@@ -219,6 +219,13 @@ IMPORTED = {
     "core.project", "core.score",
     "launch", "launch.array_view", "launch.capsule", "launch.dlpack", "launch.library",
 }  # fmt: skip
+
+
+def test_data_classes_cannot_be_changed() -> None:
+    """Several parts, threads and caches share them."""
+    classes = [(name, node) for name in TREES for node in ast.walk(TREES[name]) if isinstance(node, ast.ClassDef)]
+    made = [(f"{name}.{c.name}", ast.unparse(how)) for name, c in classes for how in c.decorator_list]
+    assert [name for name, how in made if "dataclass" in how and "frozen=True" not in how] == []
 
 
 def test_importing_the_package_is_light() -> None:

@@ -78,6 +78,15 @@ def test_problems_of_a_ladder() -> None:
     assert {(p.Sk - p.Sq, p.dtype) for p in found} == {(0, "float16")}
 
 
+def test_the_problem_that_steps_are_verified_on() -> None:
+    """Grouped heads, partial tiles, and a mask."""
+    p = steps.SMALL
+    assert p.B > 0
+    assert p.group > 1
+    assert p.Sq % 64 > 0 < p.Sk % 64
+    assert p.causal
+
+
 def test_gains() -> None:
     """Over the last step before it that is timed; those of variants and others over the last step."""
     assert LADDER.gains(stored(), 64) == {
@@ -252,3 +261,5 @@ def test_measuring_then_writes_the_tables(monkeypatch: pytest.MonkeyPatch, tmp_p
     script = tmp_path / "run.py"
     assert [*LADDER.run("measure", script, "mine", seconds=0.3)] == ["a line"]
     assert asked == [(tmp_path / "results.jsonl", 0.3), "README.md"]
+    assert [*LADDER.run("measure", script, "mine")] == ["a line"]
+    assert asked[2] == (tmp_path / "results.jsonl", 0.2)

@@ -209,8 +209,8 @@ def test_metrics_of_other_versions(metrics: dict[str, float], measure: str, valu
 def test_messages_between_the_rows_of_a_page() -> None:
     """Rows may also be longer than the header."""
     names, units, *launches = raw_page().splitlines()[1:]
-    rows = [names, "a message,of,ncu", f"{units},", "==WARNING==,a,b,c", *(f"{row},more" for row in launches)]
-    c = ncu.parse_raw("\n".join(["a,longer,message,before", *rows]), "fwd_mma")
+    rows = [names, "a message,of,ncu", f"{units},", "==WARNING== a text", *(f"{row},more" for row in launches)]
+    c = ncu.parse_raw("\n".join(["a,longer,message,before", "Kernel Name,k", *rows]), "fwd_mma")
     assert (c.seconds, c.dram_read) == (pytest.approx(27e-6), 4.8e6)
 
 
@@ -240,11 +240,11 @@ def test_the_source_page_of_other_versions(samples: str) -> None:
     page = "\n".join(
         (
             f'"Address","Source","{samples}","L1 Wavefronts Shared Excessive"',
-            '"0x100","NOP","0","0"',
+            '"0x1f0","NOP","0","0"',
             '"","a label","7","7"',
-            '"0x110","LDS","0","3"',
-            '"0x120","FFMA","1,000","0"',
-            '"0x130","EXIT","2000","0","more"',
+            '"0x200","LDS","0","3"',
+            '"0x210","FFMA","1,000","0"',
+            '"0x220","EXIT","2000","0","more"',
         )
     )
     assert ncu.parse_samples(page) == {0x20: 1000, 0x30: 2000}
@@ -252,6 +252,7 @@ def test_the_source_page_of_other_versions(samples: str) -> None:
     assert ncu.parse_source(page, [instruction(0x00, 8), instruction(0x10, 7), instruction(0x20, 9)]) == [
         ncu.HotLine(None, 2000, {}, 0), ncu.HotLine(where[1], 1000, {}, 0), ncu.HotLine(where[0], 0, {}, 3 * 128)
     ]  # fmt: skip
+    assert ncu.parse_samples(f'"Address","Source","{samples}"\n"100","NOP","5"') == {0: 5}
     without = page.replace(samples, "Other")
     assert ncu.parse_samples(without) == {}
     assert ncu.parse_source(without, [instruction(0x10, 7)]) == [ncu.HotLine(where[0], 0, {}, 3 * 128)]
