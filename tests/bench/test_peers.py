@@ -104,6 +104,8 @@ def test_unknown_peers(tmp_path: Path) -> None:
         )
     file.write_text("from sandbox.bench.peers import PEERS\npeers = PEERS['flex'], PEERS['eager']\n")
     assert peers.get(str(file)) == [peers.PEERS["flex"], peers.PEERS["eager"]]
+    assert [name for name, peer in peers.PEERS.items() if peer.ragged] == ["varlen"]
+    assert [name for name, peer in peers.PEERS.items() if peer.paged] == ["flash-mla"]
     assert peers.DEFAULT == ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "eager")
 
 
@@ -135,11 +137,15 @@ def test_the_reasons_in_warnings_are_the_message(reasons: list[str], error: str,
         {"mask": (1, 1, 20, 33)},
         {"causal": "top-left", "scale": 0.5},
         {"Hk": 2},
+        {"Hk": 1},
     ],
 )
 def test_the_options_of_sdpa(options: dict[str, Any]) -> None:
-    (row,) = time_contenders(peers.PEERS["sdpa-math"], problem=dataclasses.replace(WIDE, **options))[0]
-    assert row.ok, row.message
+    """Eager has no bias and no mask."""
+    problem = dataclasses.replace(WIDE, **options)
+    sdpa, eager = time_contenders(peers.PEERS["sdpa-math"], peers.PEERS["eager"], problem=problem)[0]
+    assert sdpa.ok, sdpa.message
+    assert eager.ok is (True if problem.plain else None), eager.message
 
 
 def test_memory_of_the_result_is_filled_with_nan() -> None:
