@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import re
@@ -20,7 +21,7 @@ from sandbox.bench.rows import Row
 from sandbox.bench.timing import Timing
 from sandbox.cli import cli
 from sandbox.core import registry
-from sandbox.core.errors import ToolchainMissing
+from sandbox.core.errors import ToolchainMissing, UnsupportedProblem
 from sandbox.core.source_line import SourceLine
 from sandbox.disassembly import listing
 from sandbox.disassembly.listing import Code
@@ -248,6 +249,127 @@ def test_conversion_of_terminal_tables() -> None:
     found = tables.of_terminal(table, "times")
     assert [(c.head, c.right) for c in found.columns] == [("kernel", False), ("time", True)]
     assert found.rows == [[tables.Cell("own"), tables.Cell("12 ms", "bad")]]
+
+
+def test_heads_and_looks_of_terminal_tables() -> None:
+    """A line break in a head becomes a blank, after a hyphen nothing. The look of a cell is that of its first word."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("TFLOP/s\nfloat16", "sdpa-\nflash", "fwd_\nmma", "")
+    later = Text("12 ms slow")
+    later.stylize("red", 6)
+    both = Text("12 ms slow", "bold")
+    both.stylize("green", 0, 2)
+    table.add_row(later, both, Text("x", "dim"), 3)
+    found = tables.of_terminal(table, "times")
+    assert [c.head for c in found.columns] == ["TFLOP/s float16", "sdpa-flash", "fwd_mma", ""]
+    assert [cell.look for cell in found.rows[0]] == ["", "good", "faint", ""]
+    assert found.rows[0][3].text == "3"
+    assert (found.heading, found.caption, found.sortable) == ("times", "times", True)
+    bare = Table("", "", show_header=False)
+    bare.add_row("a", "b")
+    assert tables.of_terminal(bare, "measures").sortable is False
+
+
+def test_pictures() -> None:
+    """The SVG of two files, as base64; none if there is nothing to draw."""
+
+    def draw(prefix: Path) -> list[Path]:
+        paths = [prefix.with_suffix(suffix) for suffix in (".png", ".svg")]
+        for path in paths:
+            path.write_text(path.suffix)
+        return paths
+
+    def refuse(prefix: Path) -> list[Path]:
+        raise UnsupportedProblem("there is nothing to plot")
+
+    assert tables.drawn(draw) == f"data:image/svg+xml;base64,{base64.b64encode(b'.svg').decode()}"
+    assert tables.drawn(refuse) == ""
+
+
+def test_curves_of_the_history() -> None:
+    """Of the latest version's setting; an instruction count that never changed has none."""
+    figures = [{"HMMA": 4.0, "registers": 40.0}, {"registers": 42.0}, {"HMMA": 4.0, "LDG": 1.0},
+               {"LDG": 3.0, "error": 1.0}, {}]  # fmt: skip
+    versions = [dataclasses.replace(past()[0], number=n, figures=f) for n, f in enumerate(figures)]
+    versions.insert(0, dataclasses.replace(versions[1], setting="another", figures={"registers": 7.0}))
+    latest = dataclasses.replace(versions[-1], setting="another")
+    curves = {c["title"]: c for c in history._curves([*versions, latest], "cpu")}
+    assert [*curves] == ["LDG", "error / bound", "registers"]
+    assert [(p.number, p.text, p.x) for p in curves["registers"]["points"]] == [(0, "40", 5), (1, "42", 235)]
+    assert [(p.x, p.y) for p in curves["error / bound"]["points"]] == [(5, 43)]
+    assert curves["LDG"]["line"] == "5.0,43.0 235.0,5.0"
+    assert [curves["LDG"][name] for name in ("low", "high", "last")] == ["1", "3", "3"]
+    page = history.page("own", [*versions, latest])
+    assert "7 versions; curves: cpu" in page
+    assert "1 version;" in history.page("own", versions[1:2])
+
+
+def test_changes_of_files_that_come_and_go() -> None:
+    before, after = {"a.cu": "1\n2\n", "gone.cuh": "x"}, {"a.cu": "1\n3\n", "new.cuh": "y"}
+    assert [*history._changes(None, after)] == []
+    assert [*history._changes(after, after)] == []
+    assert [*history._changes(before, after)] == [
+        ("head", "a.cu"), ("head", "@@ -1,2 +1,2 @@"), ("", " 1"), ("remove", "-2"), ("add", "+3"),
+        ("head", "gone.cuh"), ("head", "@@ -1 +0,0 @@"), ("remove", "-x"),
+        ("head", "new.cuh"), ("head", "@@ -0,0 +1 @@"), ("add", "+y"),
+    ]  # fmt: skip
+
+
+def test_curves_of_live_registers() -> None:
+    """The maximum of each of at most a thousand sections; the highest of all versions reaches the top."""
+
+    def points(live: list[int | None], most: int) -> list[tuple[float, float]]:
+        instructions = tuple(Instruction("k", 16 * n, "NOP", "NOP", (), count) for n, count in enumerate(live))
+        code = Code("", "k", "sass", "sm_90a", PROBLEM, TILE, Resources(40, 0, 0, 0, 0), instructions, "k.cu")
+        shown = [point.split(",") for point in disassembly_page._curve(code, most).split()]
+        return [(float(x), float(y)) for x, y in shown]
+
+    assert points([0, 10, None], 10) == [(0, 58), (500, 2), (1000, 58)]
+    assert points([5], 10) == [(0, 30)]
+    assert points([], 10) == []
+    assert len(points([1] * 1000, 1)) == 1000
+    long = points([1, 5, 2] * 500 + [7], 10)
+    assert len(long) == 751
+    assert long[0] == (0, 30)
+    assert long[1][0] == pytest.approx(1000 / 750, abs=0.05)
+    assert long[-1] == (1000, 18.8)
+
+
+def test_lines_of_other_headers(tmp_path: Path) -> None:
+    """Only those with code, without text where the file is shorter or missing."""
+    (tmp_path / "own.cu").write_text("first\nsecond")
+    (tmp_path / "cuda_fp16.hpp").write_text("one\ntwo\nthree")
+    places = [("own.cu", 2), ("cuda_fp16.hpp", 3), ("cuda_fp16.hpp", 2), ("cuda_fp16.hpp", 4), ("missing.cuh", 5)]
+    instructions = tuple(
+        Instruction("own", 16 * n, "FADD", "FADD R1", (SourceLine(str(tmp_path / name), line),), None)
+        for n, (name, line) in enumerate(places)
+    )
+    code = Code("", "own", "sass", "sm_90a", PROBLEM, TILE, Resources(40, 0, 0, 0, 0), instructions, "own.cu")
+    assert disassembly_page._texts(code, [code]) == {
+        "own.cu": {1: "first", 2: "second"}, "cuda_fp16.hpp": {2: "two", 3: "three", 4: ""}, "missing.cuh": {5: ""}
+    }  # fmt: skip
+    page = disassembly_page.page([code])
+    assert "<polyline" not in page
+
+
+def test_two_versions_whose_source_has_another_name(versions: tuple[Code, Code], tmp_path: Path) -> None:
+    """They share the unchanged lines."""
+    old = made(tmp_path / "old", "before", OLD, {2: ["MOV"], 5: ["STG.E"]})
+    (tmp_path / "old" / "own.cu").rename(tmp_path / "old" / "former.cu")
+    moved = [
+        dataclasses.replace(
+            i, where=tuple(SourceLine(at.file.replace("own.cu", "former.cu"), at.line) for at in i.where)
+        )
+        for i in old.instructions
+    ]
+    old = dataclasses.replace(old, source="former.cu", instructions=tuple(moved))
+    source, instructions = rows(disassembly_page.page([old, versions[1]]))
+    assert [(row["text"], row["change"]) for row in source.values() if row["text"] in OLD[1:]] == [
+        ("int a = 1;", []), ("mma(a);", []), ("gone();", ["remove"]), ("store(a);", [])
+    ]  # fmt: skip
+    assert [source[lines[0]]["text"] for lines in instructions[:2]] == ["int a = 1;", "store(a);"]
 
 
 def test_failures_come_first(versions: tuple[Code, Code]) -> None:
