@@ -261,11 +261,11 @@ def test_heads_and_looks_of_terminal_tables() -> None:
     later.stylize("red", 6)
     both = Text("12 ms slow", "bold")
     both.stylize("green", 0, 2)
-    table.add_row(later, both, Text("x", "dim"), 3)
+    table.add_row(later, both, Text("x", "dim"), "3")
     found = tables.of_terminal(table, "times")
     assert [c.head for c in found.columns] == ["TFLOP/s float16", "sdpa-flash", "fwd_mma", ""]
     assert [cell.look for cell in found.rows[0]] == ["", "good", "faint", ""]
-    assert found.rows[0][3].text == "3"
+    assert [cell.text for cell in found.rows[0]] == ["12 ms slow", "12 ms slow", "x", "3"]
     assert (found.heading, found.caption, found.sortable) == ("times", "times", True)
     bare = Table("", "", show_header=False)
     bare.add_row("a", "b")
