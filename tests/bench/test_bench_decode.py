@@ -140,7 +140,10 @@ def test_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
     package = SimpleNamespace(flash_mla_with_kvcache=decoded, get_mla_metadata=lambda: ("schedule", None))
     monkeypatch.setitem(sys.modules, "flash_mla", package)
     ready = peers.get("flash-mla")[0].prepare(p, q, k, v, option_tensors=options)
-    ready.poison()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_full", lambda x, shape, value: called.append((tuple(shape), repr(value))))
+        ready.poison()
+    assert called[-1] == ((2, 16, 1, 512), "nan")  # of O
     out, _ = ready.launch()
     assert torch.equal(out, q[..., :512])
     named = {"softmax_scale": p.scale, "causal": False, "use_legacy": True}

@@ -194,7 +194,7 @@ def fake_flex(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def create_block_mask(mod: Any, B: Any, H: Any, Sq: int, Sk: int, device: str) -> Any:
         assert (Sq, Sk, device) == (20, 33, "cpu")
         assert B in (None, 2)
-        assert H in (None, 4)
+        assert H in (None, 2, 4)
         return mod, B, H
 
     module = SimpleNamespace(flex_attention=flex_attention, create_block_mask=create_block_mask)
@@ -222,6 +222,7 @@ def fake_flex(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ({"mask": (1, 1, 20, 33)}, (False, False, (None, None))),
         ({"mask": (2, 1, 20, 33)}, (False, False, (2, None))),
         ({"mask": (1, 4, 20, 33)}, (False, False, (None, 4))),
+        ({"mask": (1, 2, 20, 33), "H": 2, "Hk": 2}, (False, False, (None, 2))),
         ({"key_lengths": True}, (False, False, (2, None))),
         ({"key_lengths": True, "causal": "top-left", "window": (5, None)}, (False, False, (2, None))),
         ({"softcap": 0.75, "alibi": (4,), "bias": (2, 4, 20, 33), "window": (9, None), "mask": (2, 4, 20, 33),
