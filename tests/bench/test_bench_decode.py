@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from project import check_stored, drawn, printed
 
 from sandbox.bench import benchmark, decode, latent, peers, plot, reading, report
 from sandbox.bench.inputs import make_bench_inputs
@@ -18,6 +19,7 @@ from sandbox.bench.rows import Row
 from sandbox.bench.timing import Events, Limits, Timed, Timing, measure
 from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.operation import OperationProblem
 from sandbox.reference import gather_pages
 from sandbox.spec import Problem
 
@@ -88,6 +90,85 @@ def test_table_and_plot(tmp_path: Path) -> None:
     assert "reading as many bytes" in svg
     dense = row("fwd_x", Problem(1, 8, 4096, 4096, 128, dtype="bfloat16"), 1e-3).as_json()
     assert report.unit_of([*rows, dense]) == "TFLOP/s"
+
+
+@pytest.mark.parametrize(
+    ("fields", "computes", "bound"),
+    [
+        ({"Sq": 1, "Sk": 128}, "forward", True),  # 4 rows for each key head
+        ({"Sq": 1, "Sk": 127}, "forward", False),
+        ({"Sq": 2, "Sk": 256}, "forward", True),
+        ({"Sq": 2, "Sk": 255}, "forward", False),
+        ({"Sq": 0, "Sk": 128}, "forward", False),
+        ({"Sq": 1, "Sk": 128}, "backward", False),
+        ({"B": 0, "Sq": 0, "Sk": 0, "lengths": ((1, 4096),)}, "forward", False),
+    ],
+)
+def test_what_is_memory_bound(fields: dict[str, Any], computes: str, bound: bool) -> None:
+    """At least 32 keys for each row of a key head."""
+    assert decode.is_memory_bound(dataclasses.replace(FEW, **fields), computes) is bound
+
+
+def test_bytes_of_keys_and_values() -> None:
+    """Of K with D and V with Dv, in the dtype of the keys; `pairs`: the visible ones."""
+    p = dataclasses.replace(FEW, Dv=64, Sq=3)
+    assert decode.kv_bytes(p, None) == 2 * 4096 * 2 * (128 + 64) * 2
+    assert decode.kv_bytes(p, 8 * 3 * 100) == 100 * 2 * (128 + 64) * 2
+    assert decode.kv_bytes(dataclasses.replace(p, kv_dtype="float8_e4m3"), None) == 2 * 4096 * 2 * (128 + 64)
+
+
+def test_pages_are_not_shared() -> None:
+    torch = pytest.importorskip("torch")
+    p = Problem(2, 2, 1, 64, 8, page_size=16, pages=7, dtype="float16")
+    with pytest.raises(UnsupportedProblem, match=r"pages=7 is not supported for .*does not share pages and needs 8"):
+        decode.make_pages(p, *[torch.zeros(2, 2, 64, 8)] * 2)
+
+
+def test_stored_tables_and_plots_of_bytes() -> None:
+    """Of a grid that is memory-bound, and of operations."""
+    pytest.importorskip("matplotlib")
+    setting = {"device": "GPU", "mode": "graph", "ceiling_gbps": 4000.0, "ceiling_tflops": 700.0}
+    decoding = [
+        dataclasses.replace(row(name, dataclasses.replace(FEW, Sk=Sk, dtype=dtype), Sk * 1e-9), setting=own).as_json()
+        for Sk, dtype, own in ((65536, "bfloat16", SETTING), (4096, "float16", setting), (8192, "float16", SETTING))
+        for name in ("sdpa", "fwd_x")
+    ]
+    problems = [OperationProblem("softmax", (("N", n),), "float16") for n in (64, 128)]
+    operation = [
+        Row(name, name if name == "mine" else "", p, True, timing=Timing(n * 1e-6, n * 1e-6, n * 1e-6, 9, 0.0),
+            computes="softmax", work=work, setting=setting).as_json()
+        for n, p in enumerate(problems, 1)
+        for name, work in (("torch", (10, 10**9)), ("mine", (10, 10**9)))
+    ]  # fmt: skip
+    product = [{**line, "gbps": None} for line in operation]
+    lines: list[str] = []
+    for rows in (decoding, decoding[:4], operation, product):
+        peer = report.pick_peer(rows)
+        for width in (60, 200):
+            lines += printed(width, report.bench_table(rows, peer, width), *report.notes(rows, peer))
+        lines += drawn(lambda rows=rows: plot.draw(rows, ""))  # type: ignore[misc]
+    check_stored("bench/bytes.txt", lines)
+
+
+@pytest.mark.parametrize(
+    ("work", "gbps", "percent"),
+    [
+        ((0, 4000), 4.0, 50.0),  # 1 µs each: of 8 GB/s
+        ((1000, 4000), 4.0, 50.0),  # 0.001 TFLOP/s of 0.004
+        ((2000, 4000), None, 50.0),  # as long: its operations count
+        ((1996, 4000), 4.0, 50.0),
+        ((4000, 4000), None, 100.0),
+    ],
+)
+def test_what_bounds_an_operation(work: tuple[int, int], gbps: float | None, percent: float) -> None:
+    setting = {"ceiling_tflops": 0.004, "ceiling_gbps": 8.0}
+    timing = Timing(1e-6, 1e-6, 1e-6, 9, 0.0)
+    found = Row("k", "k", FEW, True, timing=timing, work=work, setting=setting)
+    assert found.gbps == (gbps and pytest.approx(gbps))
+    assert found.tflops == pytest.approx(work[0] * 1e-6)
+    assert found.as_json()["percent_of_ceiling"] == pytest.approx(percent)
+    assert dataclasses.replace(found, timing=None).gbps is None
+    assert dataclasses.replace(found, setting={}).as_json()["percent_of_ceiling"] is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])

@@ -9,6 +9,7 @@ import pytest
 from sandbox.bench import ladder
 from sandbox.bench.rows import Row
 from sandbox.bench.timing import Timing
+from sandbox.core import registry
 from sandbox.core.errors import SpecError
 from sandbox.spec import Problem
 
@@ -57,3 +58,35 @@ def test_a_table_goes_between_its_markers(tmp_path: Path) -> None:
     assert page.read_text() == f"before\n{begin}\nnew\n{end}\nafter\n"
     with pytest.raises(SpecError, match="no markers for the table"):
         ladder.write_table(page, "another ladder", script, "new\n")
+    page.write_text(f"{begin}\nold\n")
+    with pytest.raises(SpecError, match="no markers for the table"):
+        ladder.write_table(page, "ladder", script, "new\n")
+    with pytest.raises(SpecError, match=f"{tmp_path.parent}/run.py is not in a project"):
+        ladder.write_table(page, "ladder", tmp_path.parent / "run.py", "new\n")
+
+
+def test_the_whole_table() -> None:
+    """Kernels by their rung, then peers. A contender that was not timed on every problem says so."""
+    rows = [row("sdpa-flash", 1.0), row("fwd_mma", 0.5), row("fwd_minimal", 2.0), row("sdpa-flash", 1.0, D=128),
+            row("fwd_mma", 0.25, D=128), row("eager", 4.0, D=128)]  # fmt: skip
+    speed = {D: 4 * 2 * 512 * 512 * D * 1e-12 for D in (64, 128)}  # TFLOP/s of one second
+    kernels = {name: registry.get(name) for name in ("fwd_minimal", "fwd_mma")}
+    rungs = {name: f"| {kernel.rung} | `{name}`" for name, kernel in kernels.items()}
+
+    def cells(*seconds: float | None) -> str:
+        return " | ".join(f"{speed[D] / s:.3g}" if s else "–" for D, s in zip((64, 128), seconds, strict=True))
+
+    assert ladder.ladder_markdown(rows, "sdpa-flash").splitlines() == [
+        "| rung | kernel | idea | D = 64 | D = 128 | relative to FlashAttention-2 |",
+        "| --- | --- | --- | --- | --- | --- |",
+        f"{rungs['fwd_minimal']} (1 of 2 problems) | {kernels['fwd_minimal'].summary} | {cells(2, None)} | 0.50 / – |",
+        f"{rungs['fwd_mma']} | {kernels['fwd_mma'].summary} | {cells(0.5, 0.25)} | 2.00 / 4.00 |",
+        f"|  | FlashAttention-2 | PyTorch's kernel | {cells(1, 1)} | 1.00 / 1.00 |",
+        f"|  | eager (1 of 2 problems) | PyTorch's kernel | {cells(None, 4)} | – / 0.25 |",
+        "",
+        (
+            "TFLOP/s of the forward, float16, geometric means for each D, 2 problems in total (16k tokens, hidden size "
+            "2048, S 512 … 16k, with and without causal mask); a GPU, CUDA 13.0; a matrix product reaches 700 in the "
+            "same run."
+        ),
+    ]

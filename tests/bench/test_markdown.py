@@ -56,6 +56,48 @@ def test_problems_have_a_line_each() -> None:
     assert "| **0.4** |" in markdown.problems_markdown([row("fwd_x", problem(512), 300)], ["fwd_x", "a"], True)
 
 
+def test_the_whole_table_of_points() -> None:
+    found = [
+        row("fwd_x", problem(512, 128), 300), row("fa3", problem(512, 128), 400), row("fwd_x", problem(1536), 300),
+        row("fa3", problem(1536), 200), row("fwd_x", problem(1024), 300), row("fa3", problem(1024), None, ok=None),
+    ]  # fmt: skip
+    assert markdown.points_markdown(found, "fwd_x", ["fa3"]).splitlines() == [
+        "| `fwd_x` | S = 512 | S = 1536 | mean |",
+        "| --- | --- | --- | --- |",
+        "| D = 64 | – | 1.50 | 1.500 |",
+        "| D = 128 | 0.75 | – | 0.750 |",
+        "",
+        (
+            "Speed of `fwd_x` relative to FlashAttention-3 in the same run. Geometric means: D = 64 1.500, D = 128 "
+            "0.750, all 2 points 1.061; smallest 0.750."
+        ),
+    ]
+
+
+def test_the_whole_table_of_problems() -> None:
+    """Of one contender nothing is bold. A failure is not called wrong."""
+    other = Problem(1, 2, 512, 512, 64, dtype="bfloat16")
+    failed = row("fa3", problem(1024), None, ok=False) | {"bound": None}
+    found = [row("fa3", problem(512), 300), failed, row("fa3", other, 200) | {"ceiling_tflops": 650.4},
+             row("fa3", problem(2048), 100) | {"ceiling_tflops": 690.0}]  # fmt: skip
+    assert markdown.problems_markdown(found, ["fa3"]).splitlines() == [
+        "| problem | FlashAttention-3 |",
+        "| --- | --- |",
+        "| B1 H2 S512 D64 float16 | 300 |",
+        "| B1 H2 S1024 D64 float16 | – |",
+        "| B1 H2 S512 D64 bfloat16 | 200 |",
+        "| B1 H2 S2048 D64 float16 | 100 |",
+        "",
+        (
+            "TFLOP/s, median of interleaved launches; a GPU, CUDA 13.0; a matrix product reaches 690 … 700 TFLOP/s in "
+            "float16 and 650 TFLOP/s in bfloat16."
+        ),
+    ]
+    (line,) = [x for x in markdown.problems_markdown(found, ["fa3", "fwd_x"], True).splitlines() if "bfloat16 |" in x]
+    assert line == f"| B1 H2 S512 D64 bfloat16 | **{other.flops / 200 * 1e-6:.1f}** | – |"
+    assert markdown.problems_markdown(found, ["fa3"], True).splitlines()[-1].startswith("µs, median")
+
+
 def test_rows_of_a_kernel_that_was_renamed(tmp_path: Path) -> None:
     old, tile = "_".join(("bwd", "stays")), "BLOCK_M=64"
     stored = [{"contender": f"{old} {tile}", "kernel": old}, {"contender": "sdpa-cudnn", "kernel": ""}]
