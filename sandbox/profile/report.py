@@ -135,7 +135,7 @@ def _stall_table(profile: Profile) -> Table:
 
 
 def _line_table(lines: Sequence[HotLine], width: int) -> Table:
-    total = sum(line.samples for line in lines) or 1
+    total = sum(line.samples for line in lines)  # not 0: otherwise there is no table
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("samples", "line", "code", "reasons", "bank conflicts"):
         table.add_column(column, justify="right" if column == "samples" else "left", no_wrap=column in ("code", "line"))

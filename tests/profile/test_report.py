@@ -46,7 +46,7 @@ def shown(made: Profile, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_400, "999 kB"), (1e6, "1 MB"), (1.234e6, "1.23 MB"),
-     (1e9, "1 GB"), (2.5e12, "2.5e+03 GB")],
+     (1e9, "1 GB")],
 )  # fmt: skip
 def test_bytes(value: float, text: str) -> None:
     assert shown(profile({"dram__bytes_write.sum": value}), "DRAM written")[0] == text
@@ -86,7 +86,7 @@ def test_baselines() -> None:
     assert shown(made, "occupancy") == ["12%", "at most 25%, 0.36 waves of blocks"]
     assert shown(made, "bank conflicts") == ["3", "25.0% of shared memory's cycles"]
     assert shown(profile(metrics | {"launch__occupancy_per_block_size": 1}), "occupancy")[1].startswith("at most 100%")
-    blocks = {"launch__occupancy_per_block_size": 8}  # in older versions a number of warps
+    blocks = {"launch__occupancy_per_block_size": 2}  # in older versions a number of warps
     assert shown(profile(metrics | blocks), "occupancy")[1] == "0.36 waves of blocks"
     assert shown(profile({}), "occupancy") == ["-"]
     declared = profile(metrics, work=dataclasses.replace(WORK, declared=True))
@@ -129,7 +129,8 @@ def test_the_hottest_lines(tmp_path: Path) -> None:
     ]
     assert len(text) == begin + 2 + 8
     narrow = printed(400, *report.page(profile({}, *first, *lines), 80))
-    assert any(f"line 1 {'x' * 17} " in row for row in narrow)
+    for rows in (narrow, printed(70, *report.page(profile({}, *first, *lines), 80))):  # reasons are folded first
+        assert any(f"line 1 {'x' * 17} " in row for row in rows)
     assert not any("nvdisasm" in row for row in (*text, *narrow))
 
 

@@ -113,6 +113,17 @@ def test_a_version_that_is_not_there(versions: History) -> None:
         versions.get(2)
 
 
+def test_a_kernel_without_versions(versions: History) -> None:
+    none = r"^fwd_minimal has no version 1: none are stored yet \(watch stores one at every save\)$"
+    with pytest.raises(HistoryError, match=none):
+        versions.get(1)
+    for n in "123":
+        versions.append({"a": n}, stage="ok")
+    with pytest.raises(HistoryError, match=r"^fwd_minimal has no version 0: there are 1 to 3$"):
+        versions.get(0)
+    assert versions.get(2).texts == {"a": "2"}
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(HistoryError, match="cannot be written"):
@@ -173,6 +184,42 @@ def test_restoring_what_was_deleted(project: History) -> None:
     assert keep
     assert project.kernel.source.read_text().endswith("first\n")
     assert project.restore(1) == (None, []) or history.read_texts(project.kernel) == project.get(1).texts
+
+
+def test_what_is_recorded_already_is_not_recorded_again(project: History) -> None:
+    """In any version. Only files that differ are written; other files of the version are not restored."""
+    source = project.kernel.source
+    project.append({"kernels_cu/mine.cu": "x"}, stage="ok")
+    before = source.stat().st_mtime_ns
+    assert project.restore(1) == (None, [])
+    assert source.stat().st_mtime_ns == before
+    keep, headers = project.restore(2)
+    assert (keep, headers) == (None, [])
+    assert source.read_text() == "x"
+    assert source.with_suffix(".py").read_text() == "spec 1\n"
+    assert [v.number for v in project.versions()] == [1, 2]
+    keep, _ = project.restore(1)
+    assert keep
+    assert (keep.number, keep.message, keep.ok) == (3, "what version 1 replaced", False)
+
+
+def test_files_that_cannot_be_read(project: History) -> None:
+    """A missing one, as during an editor's save, is no fault."""
+    spec = project.kernel.source.with_suffix(".py")
+    assert history.unreadable(project.kernel) == ""
+    spec.unlink()
+    assert history.unreadable(project.kernel) == ""
+    spec.mkdir()
+    assert history.unreadable(project.kernel) == f"{spec} cannot be read: Is a directory"
+    project.kernel.source.unlink()
+    assert history.unreadable(project.kernel) == f"{spec} cannot be read: Is a directory"
+
+
+def test_code_that_is_no_python(project: History) -> None:
+    """Every byte counts."""
+    texts = "x = 1", "x  =  1 # one", "x = (", "x = ( ", "\0"
+    digests = {history.code_digest(project.kernel, {"k.py": text}) for text in texts}
+    assert len(digests) == 4
 
 
 def test_a_difference_names_files_and_versions(project: History) -> None:
