@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from operation_kernels import kernels_in
 
@@ -18,6 +19,7 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.pages import reports
 from sandbox.profile.work import work_of_operation
+from sandbox.verify.references import ReferenceOutput
 from sandbox.verify.suite import suite_of
 
 torch = pytest.importorskip("torch")
@@ -102,6 +104,52 @@ def test_a_wrong_kernel_is_not_timed(folder: Path) -> None:
     (row,) = rows_of("row_softmax", "16,64", [benchmark.Contender("row_softmax", wrong, "row_softmax")])
     assert (row.ok, row.timing) == (False, None)
     assert row.message.startswith("y: error ")
+
+
+def test_expected_outputs() -> None:
+    """A kernel within its bound; a peer within four times that and a unit in the last place of the largest value. The
+    verdict is of the output with a fault, or with the largest ratio."""
+    values = np.array([1.0, -4.0, np.inf])
+    outputs = {"y": ReferenceOutput(values, 0.5), "z": ReferenceOutput(values, 0.25), "n": ReferenceOutput(values, 0.0)}
+    poisoned: list[int] = []
+
+    def verdict(y: float, z: float, n: float = 0.0, peers: str = "") -> tuple[float, float, str]:
+        got = [torch.tensor([1.0 + error, -4.0, np.inf]) for error in (y, z, n)]
+        expected = operations._Expected(outputs, peers)
+        found = expected.check(lambda: poisoned.append(1), lambda: tuple(got[: len(poisoned) * 3]))
+        poisoned.clear()
+        return found.error, found.bound, found.message
+
+    assert verdict(0.5, 0.0) == (0.5, 0.5, "")
+    assert verdict(0.25, 0.125 + 0.0625) == (0.1875, 0.25, "")
+    assert verdict(0.75, 0.25) == (0.75, 0.5, "y: error 0.75 exceeds its bound 0.5")
+    assert verdict(0.0, 0.5) == (0.5, 0.25, "z: error 0.5 exceeds its bound 0.25")
+    assert verdict(0.5, 0.25, 0.125) == (0.125, 0.0, "n: error 0.125 exceeds its bound 0")
+    ulp = 2**-8  # of 4 in float16
+    assert verdict(2.0 + 4 * ulp, 0.0, peers="float16") == (2.0 + 4 * ulp, 4 * (0.5 + ulp), "")
+    assert verdict(2.0 + 5 * ulp, 0.0, peers="float16")[2].startswith("y: error 2.02 exceeds its bound 2.02")
+    assert verdict(0.0, 0.0, 0.125, peers="float16")[2] == "n: error 0.125 exceeds its bound 0"
+
+
+def test_poison_of_outputs() -> None:
+    """Floating-point outputs become NaN, integers 1; an output that is also an input gets its value again."""
+    kernel = registry.get("histogram")
+    problem = suite_of(kernel).problem(kernel, "1000", kernel.dtypes[0])
+    bench = operations.Bench(kernel, problem, "cpu")
+    ready = bench.prepare(kernel.tiles[0])
+    first = [x.clone() for x in ready.launch()]
+    ready.poison()
+    again = ready.launch()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert ready.tile == str(kernel.tiles[0])
+    softmax = registry.get("row_softmax")
+    made = operations.Bench(softmax, suite_of(softmax).problem(softmax, "16,64", "float16"), "cpu").prepare(
+        softmax.tiles[0]
+    )
+    (y,) = made.launch()
+    assert y.isfinite().all()
+    made.poison()
+    assert y.isnan().all()
 
 
 def test_contenders() -> None:

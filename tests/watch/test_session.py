@@ -275,3 +275,27 @@ def test_texts_that_cannot_be_read_are_reported_once(tmp_path: Path, monkeypatch
     (only,) = session.watch(KERNEL, Job(KERNEL.name, HOST), once=True)
     assert only
     assert only.found.message == unread
+
+
+def test_only_another_text_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latency of the first one counts from the start, and that of others from the save."""
+    texts, place = [{"a": "1"}, {"a": "1"}, {"a": "2"}], iter([None, None])
+    at = [0]
+
+    def saves(folder: Path) -> Iterator[None]:
+        for _ in place:
+            at[0] += 1
+            yield
+
+    monkeypatch.setattr(session, "Worker", Workers(first=lambda job: None, complete=lambda job: OK))
+    monkeypatch.setattr(session, "read_texts", lambda kernel: dict(texts[at[0]]))
+    monkeypatch.setattr(session, "saves", saves)
+    monkeypatch.setattr(session, "History", lambda kernel: History(kernel, tmp_path))
+    monkeypatch.setattr(session, "code_digest", lambda kernel, texts: texts["a"])
+    monkeypatch.setattr(session, "_saved_at", lambda kernel, texts: time.time() - 1000)
+    found: list[session.Iteration | None] = []
+    with suppress(RuntimeError):  # there are no more saves
+        for now in session.watch(KERNEL, Job(KERNEL.name, HOST)):
+            found.append(now)
+    assert [now and now.number for now in found] == [None, 1, None, 2]
+    assert [bool(now and now.latency > 500) for now in found] == [False, False, False, True]
