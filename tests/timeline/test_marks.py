@@ -16,7 +16,7 @@ import pytest
 from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.launch.dlpack import HOST
-from sandbox.spec import Problem, Tile
+from sandbox.spec import Kernel, Problem, Tile
 from sandbox.timeline import mark_buffers, plot, record, recording, report, trace
 from sandbox.timeline.mark_buffers import MarkBuffer, MarkBuffers
 from sandbox.timeline.record import Step, Timeline, Track
@@ -92,6 +92,32 @@ def test_kernels_that_precede_are_launched() -> None:
     grids = [entry.grid(problem, tile) for entry in alone.then]
     assert grids == [*(entry.grid(problem, tile) if entry.launch_first else (0, 0, 0) for entry in kernel.then),
                      (0, 0, 0)]  # fmt: skip
+
+
+def test_the_inputs_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a backward has the results of our own forward; else the reference's."""
+    problem = Problem(1, 2, 32, 48, 16, dtype="float16")
+    launched: list[str] = []
+    results = {"O": np.zeros((1, 2, 32, 16), np.float16), "LSE": np.zeros((1, 2, 32), np.float32)}
+
+    def launch(kernel: Kernel, tile: Tile, problem: Problem, inputs: Any, device: Any) -> SimpleNamespace:
+        launched.append(kernel.computes)
+        assert {*inputs} == {"Q", "K", "V"}
+        return SimpleNamespace(outputs=results)
+
+    monkeypatch.setattr(record.trial, "launch", launch)
+    monkeypatch.setattr(record.pipeline, "arch_of", lambda device: (9, 0))
+    monkeypatch.setattr(record.pipeline, "tile_on", lambda device, kernel, problem: kernel.tiles[0])
+    forward, backward = registry.get("fwd_minimal"), registry.get("bwd_minimal")
+    for device in (HOST, ("cuda", 0)):
+        assert {*record._inputs(forward, problem, device)} == {"Q", "K", "V"}
+    assert {*record._inputs(backward, problem, HOST)} == {"Q", "K", "V", "dO", "O", "LSE"}
+    assert launched == []
+    found = record._inputs(backward, problem, ("cuda", 0))
+    assert launched == ["forward"]
+    assert {*found} == {"Q", "K", "V", "dO", "O", "LSE"}
+    assert found["O"] is results["O"]
+    assert (found["dO"].shape, found["dO"].dtype) == ((1, 2, 32, 16), np.float16)
 
 
 # ---- buffers

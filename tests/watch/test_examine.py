@@ -28,7 +28,7 @@ from sandbox.verify.findings import Finding
 from sandbox.verify.sanitize import Inspection
 from sandbox.watch import examine
 from sandbox.watch.figures import VersionResult, figures
-from sandbox.watch.job import Job
+from sandbox.watch.job import Job, quick_cases
 
 KERNEL = registry.get("fwd_minimal")
 
@@ -369,6 +369,13 @@ def test_shipped_tiles_are_sanitized_while_results_are_compared(
     ]  # fmt: skip
     assert [limit for _, limit in run.stages] == [seconds, *[examine.COMPILE_SECONDS] * 3]
     assert found.setting == f"cpu: {PROBLEM}"
+    assert 0 < found.compiling < found.seconds
+
+
+def test_the_figures_are_of_the_first_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, cases = Examined(monkeypatch), quick_cases(KERNEL, HOST)
+    assert cases[0].problem != cases[-1].problem
+    assert run(JOB).setting == f"cpu: {cases[0].problem}"
 
 
 def test_a_tile_of_the_user_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
