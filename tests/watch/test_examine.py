@@ -273,6 +273,48 @@ def test_local_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(("arch", "target"), [(None, examine.pipeline.DEFAULT_ARCH), ((9, 0), "sm_90")])
+def test_what_is_compiled(arch: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variant by NVRTC, and without a GPU also by the host. The cost and the counts are of the first one."""
+    device: Device = ("cuda", 0) if arch else HOST
+    asked: list[Any] = []
+
+    def compile_problem(kernel: Kernel, p: Problem, tile: Tile, arch: str) -> tuple[Any, ...]:
+        asked.append(("nvrtc", p.causal, tile, arch))
+        made = compiled(registers=40 if p.causal else 32)
+        made.cubin = str(p.causal).encode()
+        return (made,)
+
+    def load(kernel: Kernel, tile: Tile, p: Problem, device: Device) -> None:
+        asked.append(("host", p.causal, tile, device))
+
+    monkeypatch.setattr(examine.pipeline, "arch_of", lambda device: arch)
+    monkeypatch.setattr(examine.pipeline, "tile_on", lambda device, kernel, p, tile: tile)
+    monkeypatch.setattr(examine.pipeline, "compile_problem", compile_problem)
+    monkeypatch.setattr(examine.pipeline, "load", load)
+    monkeypatch.setattr(examine.nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(examine.disassembly, "opcode_counts", lambda cubin: {cubin.decode(): 1})
+    tile, causal = KERNEL.tiles[0], dataclasses.replace(PROBLEM, causal="top-left")
+    trials = [(Case("case", p), tile) for p in (PROBLEM, causal)]
+    with ThreadPoolExecutor(1) as pool:
+        cost, notes = examine._compile(KERNEL, trials, dataclasses.replace(JOB, device=device), pool)
+        assert examine._counted() == {"False": 1}
+        nvrtc_ = [("nvrtc", mask, tile, target) for mask in (False, "top-left")]
+        on_host = [("host", mask, tile, HOST) for mask in (False, "top-left")]
+        assert asked == [*nvrtc_, *([] if arch else on_host)]
+        assert cost
+        assert (cost.resources.registers, cost.tile, notes) == (32, tile, [])
+        del asked[:]
+
+        def missing() -> None:
+            raise ToolchainMissing("NVRTC is missing: install it\n(the reason)")
+
+        monkeypatch.setattr(examine.nvrtc, "version", missing)
+        cost, notes = examine._compile(KERNEL, trials, dataclasses.replace(JOB, device=device), pool)
+        assert (cost, notes, examine._counted()) == (None, ["NVRTC is missing: install it"], {})
+        assert asked == ([] if arch else on_host)
+
+
 # ---- sanitizers
 
 
