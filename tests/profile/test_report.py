@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from project import printed
+from project import drawn, printed
 
 from sandbox.core.errors import SandboxError, ToolchainMissing, UnknownKernel
 from sandbox.core.source_line import SourceLine
 from sandbox.launch import driver
-from sandbox.profile import ncu, profiler, report
+from sandbox.profile import ncu, plot, profiler, report
 from sandbox.profile.ncu import HotLine
 from sandbox.profile.profiler import Profile, Subject
 from sandbox.profile.work import Work
@@ -169,6 +169,24 @@ def test_json() -> None:
     assert (found["least_bytes"], found["stalls"], found["device"]) == (1500, {"wait": 1.0}, "a GPU")
     assert (found["kernel"], found["arch"], found["version"]) == ("fwd_mma", "sm_90a", "")
     assert (found["measures"]["time"], found["measures"]["DRAM read"]) == (1e-3, None)
+
+
+def test_a_roofline() -> None:
+    """Of profiles with all metrics: measured bytes and those of the IO model, under the highest bandwidth and peak."""
+    pytest.importorskip("matplotlib")
+    metrics = {TIME: 1e-3, READ: 4e6, "dram__throughput.avg.pct_of_peak_sustained_elapsed": 0.002,
+               "launch__sm_count": 100, "sm__cycles_elapsed.avg.per_second": 1.5e9}  # fmt: skip
+    a = profile(metrics)
+    other = Problem(1, 1, 64, 64, 64, dtype="float16")
+    b = profile(metrics | {TIME: 2e-3, "dram__bytes_write.sum": 4e6}, problem=other, arch="sm_80")
+    unknown = profile({**metrics, READ: 0})
+    lines = drawn(lambda: plot.draw([unknown, a, b], ""))
+    assert any(f"'{PROBLEM} on a GPU'" in line for line in lines)
+    shown = [line.rpartition("): ")[2] for line in lines if line.startswith("  line")]
+    assert shown == [  # 2 TB/s, 614.4 TFLOP/s; 2 GFLOP for 4 MB in 1 ms, and for 8 MB in 2 ms
+        "10 307.2 61440; 20 614.4 614.4", "500; 2", "3.6364e+05; 2", "250; 1", "3.6364e+05; 1"
+    ]  # fmt: skip
+    assert {line.split("'")[1] for line in lines if line.startswith("  text")} == {"614 TFLOP/s", "  2.00 TB/s"}
 
 
 # ---- profiles
