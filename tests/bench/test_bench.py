@@ -142,9 +142,9 @@ def test_no_contenders() -> None:
 
 
 class FakeTorch:
-    """Records the PyTorch calls of `Events` and `Graphs`; every launch takes 0.25 ms."""
+    """Records the PyTorch calls of `Events` and `Graphs`; every launch takes `ms`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ms: float) -> None:
         log = self.log = []
 
         class Event:
@@ -157,7 +157,7 @@ class FakeTorch:
 
             def elapsed_time(self, after: Any) -> float:
                 assert log[-1] == "synchronize", "an event that may not have been reached"
-                return (after.launches - self.launches) * 0.25
+                return (after.launches - self.launches) * ms
 
         class Graph:
             def replay(self) -> None:
@@ -178,16 +178,27 @@ class FakeTorch:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "launches"), [(Events, 1), (Graphs, 8)])
-def test_what_lies_between_two_events(kind: type, launches: int) -> None:
-    torch = FakeTorch()
+@pytest.mark.parametrize(
+    ("kind", "ms", "launches"),
+    [
+        (Events, 0.25, 1),
+        (Graphs, 0.25, 8),
+        (Graphs, 5.0, 1),
+        (Graphs, 1.3, 2),
+        (Graphs, 0.001, 100),
+        (Graphs, 0.0, 100),
+    ],
+)
+def test_what_lies_between_two_events(kind: type, ms: float, launches: int) -> None:
+    """A graph has as many launches as take 2 ms, at most 100."""
+    torch = FakeTorch(ms)
     stopwatch = kind.__new__(kind)
     stopwatch._torch = torch
     stopwatch._scratch = SimpleNamespace(zero_=partial(torch.log.append, "flush"))
     timed = [stopwatch.ready(partial(torch.log.append, "launch")) for _ in range(2)]
     assert [each.launches for each in timed] == [launches] * 2
     del torch.log[:]
-    assert stopwatch.sample(timed) == pytest.approx([0.25e-3] * 2)
+    assert stopwatch.sample(timed) == pytest.approx([ms * 1e-3] * 2)
     assert torch.log == ["sleep", "flush", "event", *["launch"] * launches, "event"] * 2 + ["synchronize"]
 
 
