@@ -61,6 +61,16 @@ def test_reading(run_cuda) -> None:
     assert sums.sum(dtype=np.uint32) == data.sum(dtype=np.uint32)
 
 
+def test_bytes_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of 64 KiB, up to a maximum."""
+    pytest.importorskip("torch")
+    block = 64 << 10
+    for nbytes, size in ((1, block), (block, block), (block + 1, 2 * block)):
+        assert reading.bytes_to_read(nbytes, "cpu").nbytes == size
+    monkeypatch.setattr(reading, "MAX_BYTES", 2 * block - 1)
+    assert reading.bytes_to_read(10 * block, "cpu").nbytes == 2 * block
+
+
 @pytest.mark.gpu
 def test_nothing_reads_faster_than_reading() -> None:
     """PyTorch's sum is not faster than the read ceiling, which is timed in turns with the contenders."""
