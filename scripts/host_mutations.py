@@ -37,7 +37,10 @@ def draw(text: str, sample: random.Random) -> Change | None:
     while places:
         site = sample.choice(sorted(places, key=lambda site: (site.begin, site.end)))
         name, occurrence = sample.choice(places.pop(site))
-        mutated = mutate_code(text, plugins.get_operator(name)(), occurrence)
+        try:
+            mutated = mutate_code(text, plugins.get_operator(name)(), occurrence)
+        except AttributeError:  # cosmic-ray's ExceptionReplacer: a dotted name after `except`
+            continue
         if mutated is not None and mutated != text and _parses(mutated):
             return _change(name.rpartition("/")[2], text, mutated)
     return None

@@ -101,6 +101,8 @@ def test_operators_of_python() -> None:
         ast.parse(change.applied(text))
         assert "|" not in change.before  # an annotation is not evaluated
         assert change == host_mutations.draw(text, random.Random(seed))
+    dotted = "try:\n    pass\nexcept a.b.C:\n    pass\n"
+    assert {bool(host_mutations.draw(dotted, random.Random(seed))) for seed in range(20)} <= {True, False}
 
 
 def selection() -> mutation_tests.Selection:
