@@ -30,6 +30,7 @@ def test_what_it_says() -> None:
 def test_all_of_what_it_may_say_is_kept() -> None:
     done = python("import sys; sys.stdout.write('x' * 600000); sys.stderr.write('y' * 400000)", most=10**6)
     assert (len(done.stdout), len(done.stderr)) == (600_000, 400_000)
+    assert process.too_much(process.MOST_OUTPUT) == "printed more than 16 MiB and was ended (a printf in a loop?)"
     with pytest.raises(process.TooMuchOutput):
         python("import sys; sys.stdout.write('x' * 600000); sys.stderr.write('y' * 400001)", most=10**6)
 

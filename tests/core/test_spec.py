@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from project import ROOT, check_stored, digest, drawn_problem
 
-from sandbox.core import options, registry
-from sandbox.core.errors import SpecError, UnsupportedProblem
+from sandbox.core import block_map, options, registry
+from sandbox.core.errors import SpecError, UnknownKernel, UnsupportedProblem
 from sandbox.spec import COMPUTATIONS, Entry, Kernel, Problem, Score, Tile, cdiv, normalise_causal
 
 P = Problem(2, 4, 7, 9, 64, Hk=2, dtype="float16", causal="bottom-right")
@@ -388,6 +388,8 @@ def test_kernels_with_one_tile(name: str) -> None:
             {"tiles": (Tile(BLOCK_M=64), Tile(BLOCK_N=64))},
             "fwd_x: tile BLOCK_N=64 must name the same numbers as BLOCK_M=64",
         ),
+        ({"space": {"BLOCK_M": (64,)}}, "fwd_x: space must name BLOCK_M, BLOCK_N, not BLOCK_M"),
+        ({"invariant_to": ("runs", "moon")}, "fwd_x: invariant_to: 'moon' is not one of runs, entries, batch,"),
     ],
 )
 def test_a_spec_that_contradicts_itself(values: dict, message: str) -> None:
@@ -471,6 +473,101 @@ def test_refusals_of_a_tile(tile: Tile, message: str) -> None:
     assert message in (KERNEL.why_tile_unsupported(P, tile) or "")
 
 
+def test_the_numbers_of_an_invariant_tile() -> None:
+    kernel = dataclasses.replace(KERNEL, invariant_tile=lambda p: {"BLOCK_N": 32})
+    invariant = dataclasses.replace(P, invariant=True)
+    for problem, number in ((invariant, 32), (P, 64)):
+        assert kernel.why_tile_unsupported(problem, Tile(BLOCK_M=64, BLOCK_N=number)) is None
+    assert kernel.why_tile_unsupported(invariant, Tile(BLOCK_M=64, BLOCK_N=64)) == (
+        "fwd_x: BLOCK_N=64 is not supported with invariant=True: it must be 32, because the bits of a row depend on it"
+    )
+    assert kernel.why_unsupported(invariant) is None
+    assert KERNEL.why_unsupported(invariant) == (
+        "fwd_x: invariant=True is not supported: the bits of a row depend on the rest of the problem"
+    )
+
+
+def test_what_may_change_without_changing_bits() -> None:
+    """Of the names in INVARIANCES those that apply to a kernel."""
+    always = ("runs", "entries", "batch", "heads", "strides")
+    assert {*KERNEL.invariances} == {*always, "queries", "allocation"}
+    more = dataclasses.replace(
+        KERNEL, ragged=True, paged=True, numbers={"splits": lambda p, t: 1}, tiles=(Tile(BLOCKS=1, CLUSTER=2),)
+    )
+    assert {*more.invariances} == {
+        *always, "queries", "allocation", "pages", "page_size", "ragged", "SMs", "cluster", "splits"
+    }  # fmt: skip
+    assert {*registry.get("bwd_minimal").invariances} & {"queries", "allocation"} == set()
+    assert registry.get("bwd_preprocess").invariances == registry.get("block_map").invariances == ()
+
+
+def test_problems_for_a_kernel_of_latent_attention() -> None:
+    latent = dataclasses.replace(KERNEL, latent=True, max_D=576, max_Dv=512)
+    wide = Problem(1, 1, 4, 4, 576, dtype="float16")
+    assert latent.adapted(wide) == dataclasses.replace(wide, latent=True, Dv=512)
+    assert latent.adapted(dataclasses.replace(wide, Dv=64)) == dataclasses.replace(wide, latent=True, Dv=64)
+    assert dataclasses.replace(latent, max_Dv=0).adapted(wide).Dv == 576
+    for kernel, problem in ((KERNEL, wide), (latent, latent.adapted(wide)), (latent, dataclasses.replace(P, Dv=65))):
+        assert kernel.adapted(problem) is problem
+    assert latent.why_unsupported(wide) == (
+        "fwd_x: only latent attention is supported: v must be the view k[..., :Dv] of k, not a copy or another view "
+        "(pass v=k[..., :Dv])"
+    )
+    wider = dataclasses.replace(wide, latent=True, Dv=520)
+    assert latent.why_unsupported(wider) == "fwd_x: Dv=520 is not supported: Dv is at most 512"
+    assert latent.why_unsupported(latent.adapted(wide)) is None
+
+
+def test_dtypes_of_tensors() -> None:
+    """The macros of a kernel have those that differ from q's."""
+    eight = Problem(1, 1, 4, 4, 64, dtype="float8_e4m3", v_dtype="float8_e5m2", out_dtype="float32")
+    mixed = Problem(1, 1, 4, 4, 64, dtype="float16", kv_dtype="float8_e4m3", v_dtype="float8_e5m2")
+    every = ("Q", "K", "V", "O", "dO", "dQ", "dK", "bias")
+    assert [eight.dtype_of(name) for name in every] == [
+        "float8_e4m3", "float8_e4m3", "float8_e5m2", "float32", "float32", "float8_e4m3", "float8_e4m3", "float32"
+    ]  # fmt: skip
+    assert [mixed.dtype_of(name) for name in every] == [
+        "float16", "float8_e4m3", "float8_e5m2", "float16", "float16", "float16", "float16", "float16"
+    ]  # fmt: skip
+    assert [P.dtype_of(name) for name in every] == ["float16"] * 8
+    assert dataclasses.replace(eight, out_dtype="").dtype_of("O") == "bfloat16"
+    kernel = dataclasses.replace(KERNEL, dtypes=("float16", "float8_e4m3"), float8_keys=True)
+    of = {p: {n for n in kernel.defines(p, kernel.tiles[0]) if n.startswith("DTYPE")} for p in (eight, mixed, P)}
+    assert of == {
+        eight: {"DTYPE_float8_e4m3", "DTYPE_V_float8_e5m2", "DTYPE_O_float32"},
+        mixed: {"DTYPE_float16", "DTYPE_K_float8_e4m3", "DTYPE_V_float8_e5m2"},
+        P: {"DTYPE_float16"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "message"),
+    [
+        ({"dtype": "float8_e4m3"}, (8, 0), "8.0: it needs 8.9 or later (convert q, k and v to bfloat16 and multiply "),
+        ({"kv_dtype": "float8_e4m3"}, (8, 6), "8.6: it needs 8.9 or later (convert k and v to bfloat16 and multiply "),
+        ({"dtype": "float8_e4m3"}, (8, 9), None),
+        ({"kv_dtype": "float8_e4m3"}, None, None),
+        ({"D": 256}, None, "fwd_x: D=256 is not supported: head dimensions are at most 128"),
+        ({"D": 257}, (9, 0), "at most 128 (latent attention, v=k[..., :Dv], has another kernel, with D <= 576)"),
+        ({"D": 257}, (8, 0), "fwd_x: D=257 is not supported: head dimensions are at most 128"),
+        ({"D": 257, "dtype": "float8_e4m3"}, (9, 0), "fwd_x: D=257 is not supported: head dimensions are at most 128"),
+        ({"D": 64, "Dv": 129}, None, "fwd_x: Dv=129 is not supported: head dimensions are at most 128"),
+        ({"ragged": (9, 9)}, None, "fwd_x: ragged batches are not supported: all batch entries must have the same Sq"),
+        ({"page_size": 8, "Sk": 8}, None, "the kernel reads no block table (gather the pages into contiguous k and v)"),
+    ],
+    ids=str,
+)
+def test_more_refusals_of_a_problem(problem: dict, arch: tuple[int, int] | None, message: str | None) -> None:
+    kernel = dataclasses.replace(KERNEL, dtypes=("float16", "float8_e4m3"), float8_keys=True)
+    said = kernel.why_unsupported(
+        Problem(**{"B": 1, "H": 1, "Sq": 4, "Sk": 4, "D": 64, "dtype": "float16", **problem}), arch
+    )
+    if message and message.startswith("fwd_x: D"):
+        assert said == message
+    else:
+        assert said is None if message is None else message in (said or "")
+
+
 def test_defines() -> None:
     assert KERNEL.why_tile_unsupported(P, KERNEL.tiles[0]) is None
     assert KERNEL.defines(P, KERNEL.tiles[0]) == {
@@ -485,6 +582,9 @@ def test_a_kernel_of_several_entries() -> None:
     """One set of macros for all, each entry's shared memory among them."""
     kernel = Kernel(**{**FIELDS, "then": (Entry(**LATER),)})
     assert [entry.name for entry in kernel.entries] == ["fwd_x", "fwd_x_dq"]
+    assert [kernel.entry(entry.name) for entry in kernel.entries] == [*kernel.entries]
+    with pytest.raises(UnknownKernel, match="fwd_x has no entry point fwd_y: it has fwd_x, fwd_x_dq"):
+        kernel.entry("fwd_y")
     defines = kernel.defines(P, kernel.tiles[0])
     assert (defines["SMEM_BYTES"], defines["SMEM_BYTES_DQ"]) == (4 * 64 * 64, 4 * 32)
 
@@ -640,6 +740,9 @@ def test_a_score_that_makes_no_sense(fields: dict, message: str) -> None:
         ("i ? true : 0 < j < 1", "chains comparisons"),
         ("not i == j", "negates only the left side of ==: put the comparison in parentheses"),
         ("(not i == j) and i < j", "negates only the left side of ==: put the comparison in parentheses"),
+        ("j < (not i == h)", "negates only the left side of ==: put the comparison in parentheses"),
+        ("j < not i == h", "chains comparisons"),
+        ("i not_eq j < h", "chains comparisons"),
     ],
 )  # fmt: skip
 def test_an_expression_that_means_something_else(text: str, message: str) -> None:
@@ -661,6 +764,46 @@ def test_an_expression_that_means_something_else(text: str, message: str) -> Non
 )  # fmt: skip
 def test_an_expression_that_means_what_it_says(text: str) -> None:
     assert Score(text, text).mask == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "x"), ({"score": " x + 1 "}, "x + 1"), ({"mask": "j <= i"}, "mask j <= i"),
+        ({"score": "x + 1", "mask": "j <= i"}, "x + 1; mask j <= i"),
+    ],
+)  # fmt: skip
+def test_a_score_as_text(fields: dict, text: str) -> None:
+    score = Score(**fields)
+    assert str(score) == text
+    assert (score.changes, score.hides) == ("score" in fields, "mask" in fields)
+
+
+def test_a_score_has_the_sizes_of_its_block_map() -> None:
+    """Those that were remembered for the very array, unless they are passed."""
+    blocks, sizes = np.zeros((1, 1, 1, 8), np.int32), (1, 2, 3, 4)
+    block_map.remember(blocks, sizes)
+    assert Score(mask="j <= i").made_for is None
+    score = Score(mask="j <= i").with_blocks(blocks)
+    assert (score.made_for, score.described.made_for, score.arrays) == (sizes, sizes, {"score.block-map": blocks})
+    assert copy.copy(score).made_for == sizes
+    assert score.with_blocks(blocks.copy()).made_for is None
+    assert score != Score(mask="j <= i")
+    assert Score(mask="j <= i", blocks=blocks, made_for=(5, 6, 7, 8)).made_for == (5, 6, 7, 8)
+
+
+def test_the_limits_of_a_score() -> None:
+    """Four dimensions; characters that can be encoded."""
+    tensor = np.zeros((1, 1, 1, 1), np.float32)
+    assert Score("x + t(0, 0, 0, 0)", tensors={"t": tensor}).structure[2] == (("t", ((1, 1, 1, 1), "float32")),)
+    for character in ("\ud7ff", "\ue000", "\1"):
+        assert Score(mask=f"j <= '{character}'").hides
+    for character in ("\ud800", "\udfff"):
+        with refuses("must not contain NUL or surrogate characters"):
+            Score(mask=f"j <= '{character}'")
+    for name in (1, "1a", "a-b"):
+        with refuses(f"Score: a tensor cannot be called {name!r}: use an identifier"):
+            Score(tensors={name: tensor})
 
 
 def test_a_score_is_a_value() -> None:
