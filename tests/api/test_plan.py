@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -361,3 +363,81 @@ def test_arrays_for_another_device_are_copied(unwritten: bool, monkeypatch: pyte
         assert abs(out[:, :, begin:end] - expected).max() < 1e-5
     assert (out[:, :, parts[-1][1] :] == 7).all()
     assert (lse[..., : parts[-1][1]] != 7).all()
+
+
+# ---- what a launch of a plan consists of
+
+
+@pytest.mark.parametrize(
+    ("sizes", "total", "offsets"),
+    [
+        ([], 0, []),
+        ([(1,)], 128, [0]),
+        ([(128,), (2, 3)], 256, [0, 512]),
+        ([(129,), (0,), (3, 128), (5,)], 768, [0, 1024, 1024, 2560]),
+    ],
+)
+def test_scratch_is_one_array_whose_parts_begin_at_multiples_of_512_bytes(
+    sizes: list[tuple[int, ...]], total: int, offsets: list[int]
+) -> None:
+    assert plan._together([(shape, (1,) * len(shape), "float32") for shape in sizes]) == (total, offsets)
+
+
+DECODED = Problem(2, 8, 1, 64, 16, Hk=2, dtype="float16", causal="bottom-right", invariant=True)
+
+
+def test_heads_of_a_group_are_packed_into_queries() -> None:
+    expected = dataclasses.replace(DECODED, H=2, Sq=4, causal=False)
+    assert plan.with_packed_heads(DECODED) == expected
+    lengths = dataclasses.replace(DECODED, key_lengths=True)
+    assert plan.with_packed_heads(lengths) == dataclasses.replace(expected, key_lengths=True)
+    out = dlpack.ArrayView(4096, (2, 8, 1, 16), (200, 20, 19, 1), "float16", HOST, None)
+    packed = plan._packed(out, expected)
+    assert (packed.pointer, packed.shape, packed.strides) == (4096, (2, 2, 4, 16), (200, 80, 20, 1))
+    lse = dlpack.ArrayView(4096, (2, 8, 1), (8, 1, 1), "float32", HOST, None)
+    assert (plan._packed(lse, expected).shape, plan._packed(lse, expected).strides) == ((2, 2, 4), (8, 4, 1))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"invariant": False}, {"Sq": 2}, {"Hk": 8}, {"causal": "top-left"}, {"alibi": (8,)}, {"ragged": (9, 200)}],
+    ids=str,
+)
+def test_heads_of_other_problems_are_not_packed(other: dict[str, Any]) -> None:
+    problem = dataclasses.replace(DECODED, **other)
+    assert plan.with_packed_heads(problem) is problem
+
+
+@pytest.mark.parametrize(("rows", "some"), [((20, 20), False), ((21, 20), True), ((20, 21), True)])
+def test_rows_may_stay_unwritten_in_sequences_that_exceed_max_seqlen(rows: tuple[int, int], some: bool) -> None:
+    found = plan.may_stay_unwritten(Problem(2, 2, 20, 20, 16, ragged=rows))
+    assert found == (("O", "LSE", "dQ", "dK", "dV") if some else ())
+    assert plan.may_stay_unwritten(Problem(2, 2, 20, 20, 16)) == ()
+
+
+@pytest.mark.parametrize(
+    ("home", "backend", "device"),
+    [
+        (HOST, None, HOST), (HOST, "cpu", HOST), (HOST, "cuda", ("cuda", 0)),
+        (("cuda", 3), None, ("cuda", 3)), (("cuda", 3), "cuda", ("cuda", 3)), (("cuda", 3), "cpu", HOST),
+    ],
+)  # fmt: skip
+def test_a_launch_is_on_the_device_of_the_arrays_or_on_that_of_the_backend(
+    home: dlpack.Device, backend: str | None, device: dlpack.Device
+) -> None:
+    assert plan.launch_device(home, backend) == device
+
+
+def test_a_full_cache_of_plans_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its routes."""
+    monkeypatch.setattr(dispatch, "MAX_PLANS", 2)
+    plans: dispatch.PlanCache = dispatch.PlanCache()
+    kept: list[Any] = [dispatch.Rejection(str(n)) for n in range(3)]
+    for n in (0, 1):
+        plans.routes["forward"][plan.Options(scale=float(n))] = ()
+        plans.keep((n,), kept[n])
+    assert [*plans.items()] == [((0,), kept[0]), ((1,), kept[1])]
+    assert len(plans.routes["forward"]) == 2
+    plans.keep((2,), kept[2])
+    assert [*plans.items()] == [((2,), kept[2])]
+    assert plans.routes == {"forward": {}, "backward": {}}

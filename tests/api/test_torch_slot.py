@@ -469,6 +469,78 @@ def test_deterministic_algorithms_select_a_deterministic_backward(
     assert [options.deterministic for options in chosen] == [mode == "error"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "own"),
+    [
+        ("dense", {"window_size_left": 0, "window_size_right": -1}, {"window": (0, None)}),
+        ("ragged", {"window_size_left": 3}, {"window": (3, None)}),
+        ("dense", {"window_size_left": -1, "window_size_right": 0}, {"window": (None, 0)}),
+        ("ragged", {"window_size_left": -1, "window_size_right": -1}, {}),
+    ],
+    ids=["left of dense", "left of ragged", "right", "none"],
+)
+def test_windows_of_flash_operators(kind: str, given: dict[str, int], own: dict[str, object]) -> None:
+    """A negative bound is none. Forward and backward, the bits of our own functions."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(12, h, 16, generator=generator) for h in (4, 2, 2, 4))
+    ends, aten = torch.tensor([0, 5, 12], dtype=torch.int32), torch.ops.aten
+    if kind == "dense":
+        q, k, v, dout = (x[None] for x in (q, k, v, dout))
+    lengths = (ends, ends, 7, 7) if kind == "ragged" else (None, None, 12, 12)
+    with sandbox.use_in_torch(**EXACT):
+        out, lse, *state, _ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, False, False, **given)
+        found = aten._flash_attention_backward(dout, q, k, v, out, lse, *lengths, 0.0, False, *state, **given)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    if kind == "dense":
+        heads_first = [x.transpose(1, 2) for x in leaves]
+        expected = sandbox.attention(*heads_first, kernel="fwd_minimal", **own).transpose(1, 2)
+    else:
+        expected = sandbox.attention_varlen(*leaves, ends, kernel="fwd_minimal", **own)
+    assert torch.equal(out, expected)
+    for x, y in zip(found, torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert (x - y).abs().max() < 1e-5
+
+
+def test_key_lengths_and_alibi_of_a_flash_operator() -> None:
+    """And the operator that writes into a tensor. Pages are not supported."""
+    q, k, v = (x.transpose(1, 2) for x in tensors(4, 2, 2))
+    lengths, slopes = torch.tensor([23, 9], dtype=torch.int32), torch.tensor([[0.5, 1.0, 2.0, 0.0]])
+    rest = None, None, 17, 23, 0.0, False, False
+    given = {"seqused_k": lengths, "alibi_slopes": slopes.expand(2, 4).contiguous()}
+    with sandbox.use_in_torch(**EXACT):
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *rest, **given)
+        written = torch.zeros_like(out)
+        if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
+            inplace = torch.ops.aten._flash_attention_forward_no_dropout_inplace
+            assert torch.equal(inplace(written, q, k, v, *rest, **given), lse)
+            assert torch.equal(written, out)
+        with pytest.raises(UnsupportedProblem, match=r"^block_table, an argument of PyTorch's flash attention, is not"):
+            torch.ops.aten._flash_attention_forward(q, k, v, *rest, block_table=lengths[:, None])
+    expected = sandbox.attention_forward(
+        *(x.transpose(1, 2) for x in (q, k, v)), kernel="fwd_minimal", key_lengths=lengths, alibi=given["alibi_slopes"]
+    )
+    assert torch.equal(out, expected[0].transpose(1, 2))
+    assert torch.equal(lse, expected[1])
+
+
+def test_dropout_of_the_cpu_operator_is_pytorchs() -> None:
+    """It has no argument for the seed. A flash operator draws a new one for each call."""
+    q, k, v = tensors(2, 2, 2)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    with sandbox.use_in_torch(**EXACT):
+        torch.manual_seed(0)
+        first, second = (flash(q, k, v, 0.5) for _ in range(2))
+        torch.manual_seed(0)
+        again = flash(q, k, v, 0.5)
+        with pytest.raises(UnsupportedProblem, match=r"^dropout, an argument of PyTorch's flash attention, is not"):
+            torch_slot._cpu_forward(None, q, k, v, 0.5)  # type: ignore[arg-type]
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[6].view(torch.int64), again[6].view(torch.int64))
+    assert not torch.equal(first[6].view(torch.int64), second[6].view(torch.int64))
+    assert first[6].shape == (2,)
+    assert (first[4], first[5]) == (17, 23)  # max_q and max_k
+
+
 def test_a_debug_mask_of_a_ragged_batch_is_refused() -> None:
     """Even where PyTorch has a kernel: our backward would follow, and drop other elements."""
     x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)
