@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from enum import IntEnum
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +17,8 @@ import pytest
 import sandbox
 from sandbox import DriverError, GpuUnavailable
 from sandbox.launch import driver
+from sandbox.launch.calls import Call
+from sandbox.launch.tensor_maps import Box
 from sandbox.toolchain import nvrtc
 
 
@@ -106,6 +112,8 @@ def test_an_illegal_address_is_named_with_its_kernel() -> None:
     code = """
 import ctypes, pathlib, tempfile
 from sandbox.launch import driver
+from sandbox.launch.calls import Call
+from sandbox.launch.tensor_maps import Box
 from sandbox.toolchain import nvrtc
 class Arguments:
     values = [ctypes.c_void_p(8)]
@@ -293,3 +301,243 @@ def test_which_context_a_thread_is_left_with(devices: int, monkeypatch: pytest.M
         assert calls == (
             ["cuCtxPushCurrent", "cuCtxPopCurrent"] if before == after != 7 else ["cuCtxSetCurrent"] * (not before)
         )
+
+
+# ---- calls of the driver, without one
+
+
+class FakeDriver:
+    """The bindings and libcuda: each call is recorded, and returns a status and the values in `results`."""
+
+    CUresult = IntEnum(
+        "CUresult", {"CUDA_SUCCESS": 0, "CUDA_ERROR_INVALID_VALUE": 1, "CUDA_ERROR_ILLEGAL_ADDRESS": 700}
+    )
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="smem", CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="SMs",
+        CU_DEVICE_ATTRIBUTE_CLOCK_RATE="kHz",
+    )  # fmt: skip
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic",
+        CU_FUNC_ATTRIBUTE_NUM_REGS="registers",
+    )  # fmt: skip
+    attributes: ClassVar = {"major": 9, "minor": 0, "smem": 232448, "SMs": 132, "kHz": 1_980_000, "static": 1024}
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+        self.status: dict[str, int] = {}
+        self.results: dict[str, tuple[Any, ...]] = {
+            "cuDeviceGetCount": (2,), "cuDriverGetVersion": (13010,), "cuDeviceGetName": (b"H\0x",),
+            "cuDeviceGet": ("handle",), "cuDevicePrimaryCtxRetain": (70,), "cuModuleLoadData": (80,),
+            "cuModuleGetFunction": (90,), "cuModuleGetGlobal": (4096, 16), "cuEventCreate": ("event",),
+            "cuEventElapsedTime": (1500.0,), "cuMemAlloc": (8192,),
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor": (3,),
+        }  # fmt: skip
+
+    def cuGetErrorName(self, code: int) -> tuple[int, bytes | None]:
+        return 0, self.CUresult(code).name.encode() if code in {*self.CUresult} else None
+
+    def cuGetErrorString(self, code: int) -> tuple[int, bytes | None]:
+        return 0, b"not good" if code == 700 else None
+
+    def cuDeviceGetAttribute(self, which: str, handle: str) -> tuple[int, int]:
+        assert handle == "handle"
+        return 0, self.attributes[which]
+
+    def cuFuncGetAttribute(self, which: str, function: int) -> tuple[int, int]:
+        return 0, self.attributes[which]
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.called.append((name, *arguments))
+            return self.status.get(name, 0), *self.results.get(name, ())
+
+        return call
+
+    def names(self) -> list[str]:
+        found = [name for name, *_ in self.called]
+        self.called.clear()
+        return found
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake, cached = FakeDriver(), (driver.device, driver.device_count)
+    for function in cached:
+        function.cache_clear()
+    monkeypatch.setattr(driver, "_bindings", lambda: fake)
+    yield fake
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
+def gpu(fake: FakeDriver) -> driver.Device:
+    found = driver.device(1)
+    fake.called.clear()
+    return found
+
+
+def test_a_device(fake: FakeDriver) -> None:
+    found = driver.device(1)
+    assert found == driver.Device(1, "H", (9, 0), 132, 232448, 70)
+    assert driver.device(1) is found
+    assert fake.called[:4] == [
+        ("cuDeviceGetCount",), ("cuDeviceGet", 1), ("cuDeviceGetName", 256, "handle"),
+        ("cuDevicePrimaryCtxRetain", "handle"),
+    ]  # fmt: skip
+    assert found.clock_rate() == 1_980_000_000
+    assert (driver.driver_version(), driver.device_count(), driver.available()) == ("13.1", 2, True)
+    with pytest.raises(GpuUnavailable, match="there is no GPU 2: this process can use 0 to 1"):
+        driver.device(2)
+
+
+@pytest.mark.parametrize(("count", "there"), [(0, False), (1, True)])
+def test_a_gpu_is_available_if_there_is_one(count: int, there: bool, fake: FakeDriver) -> None:
+    fake.results["cuDeviceGetCount"] = (count,)
+    assert driver.available() == there
+
+
+def test_the_context_of_a_device_is_bound_during_a_call(fake: FakeDriver, gpu: driver.Device) -> None:
+    """And the previous one restored, also after an error, which names the call and its status."""
+    gpu.synchronize()
+    assert fake.called == [("cuCtxPushCurrent", 70), ("cuCtxSynchronize",), ("cuCtxPopCurrent",)]
+    fake.called.clear()
+    fake.status["cuCtxSynchronize"] = 700
+    with pytest.raises(
+        DriverError, match=r"^cuCtxSynchronize\(after fwd_x\): CUDA_ERROR_ILLEGAL_ADDRESS \(not good\)$"
+    ) as e:
+        gpu.synchronize(after="fwd_x")
+    assert (e.value.code, e.value.name) == (700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    assert fake.names() == ["cuCtxPushCurrent", "cuCtxSynchronize", "cuCtxPopCurrent"]
+    fake.status["cuCtxSynchronize"] = 1
+    with pytest.raises(DriverError, match=r"^cuCtxSynchronize\(\): CUDA_ERROR_INVALID_VALUE \(unknown\)$"):
+        gpu.synchronize()
+    fake.called.clear()
+    with pytest.raises(ZeroDivisionError), gpu.profiled():
+        raise ZeroDivisionError
+    assert fake.names() == ["cuCtxPushCurrent", "cuProfilerStart", "cuProfilerStop", "cuCtxPopCurrent"]
+
+
+def test_memory_and_copies(fake: FakeDriver, gpu: driver.Device) -> None:
+    memory = driver.DeviceMemory(0, gpu)
+    assert memory.pointer == 8192
+    assert ("cuMemAlloc", 1) in fake.called
+    fake.called.clear()
+    driver.write(8192, 64, 32, gpu)
+    driver.read(64, 8192, 32, gpu)
+    assert fake.called[1::3] == [("cuMemcpyHtoD", 8192, 64, 32), ("cuMemcpyDtoH", 64, 8192, 32)]
+    fake.called.clear()
+    driver.write(8192, 64, 0, gpu)
+    driver.read(64, 8192, 0, gpu)
+    assert not fake.called
+    del memory
+    assert fake.called == [("cuCtxPushCurrent", 70), ("cuMemFree", 8192), ("cuCtxPopCurrent",)]
+    fake.status["cuMemAlloc"] = 1
+    with pytest.raises(DriverError, match=r"^cuMemAlloc\(20 bytes\): CUDA_ERROR_INVALID_VALUE"):
+        driver.DeviceMemory(20, gpu)
+
+
+def test_an_event(fake: FakeDriver) -> None:
+    first, second = driver.Event(), driver.Event()
+    second.record()
+    second.record(9)
+    second.synchronize()
+    assert second.seconds_since(first) == 1.5
+    assert fake.called == [
+        ("cuEventCreate", 0), ("cuEventCreate", 0), ("cuEventRecord", "event", 0), ("cuEventRecord", "event", 9),
+        ("cuEventSynchronize", "event"), ("cuEventElapsedTime", "event", "event"),
+    ]  # fmt: skip
+    fake.called.clear()
+    del first
+    assert fake.called == [("cuEventDestroy", "event")]
+
+
+def test_a_function(fake: FakeDriver, gpu: driver.Device) -> None:
+    function = driver.CudaFunction(b"cubin", "f", gpu)
+    assert fake.called == [
+        ("cuCtxPushCurrent", 70), ("cuModuleLoadData", b"cubin"), ("cuModuleGetFunction", 80, b"f"),
+        ("cuCtxPopCurrent",),
+    ]  # fmt: skip
+    assert (function.attribute("SHARED_SIZE_BYTES"), function.constant("c"), function.blocks_per_sm(128, 7)) == (
+        1024, 4096, 3,
+    )  # fmt: skip
+    assert ("cuModuleGetGlobal", 80, b"c") in fake.called
+    assert ("cuOccupancyMaxActiveBlocksPerMultiprocessor", 90, 128, 7) in fake.called
+    fake.status["cuModuleLoadData"] = 1
+    with pytest.raises(DriverError, match=r"^cuModuleLoadData\(f, 5 bytes\): "):
+        driver.CudaFunction(b"cubin", "f", gpu)
+
+
+@pytest.mark.parametrize(("smem", "opts_in"), [(47 * 1024, False), (47 * 1024 + 1, True)])
+def test_more_than_48_KiB_of_shared_memory_with_the_static_part(
+    smem: int, opts_in: bool, fake: FakeDriver, gpu: driver.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *arguments: 1))
+    function = driver.CudaFunction(b"cubin", "f", gpu)
+    fake.called.clear()
+    call = function.call((1, 2, 3), (32, 1, 1), smem, SimpleNamespace(slots=[], table=None))
+    assert fake.called == ([("cuFuncSetAttribute", 90, "dynamic", smem)] if opts_in else [])
+    assert call.about == f"cuLaunchKernelEx(f, grid=(1, 2, 3), block=(32, 1, 1), smem={smem})"
+    fake.results["cuDeviceGetCount"] = (1,)
+    driver.device_count.cache_clear()
+    with pytest.raises(DriverError, match=r"^cuLaunchKernelEx\(f, grid=\(1, 2, 3\), .*\): CUDA_ERROR_INVALID_VALUE"):
+        driver.launch_calls([call], [], gpu)(())
+
+
+@pytest.mark.parametrize(
+    ("devices", "statuses", "bound", "fails"),
+    [
+        (1, [0], False, False),
+        (1, [201, 0], False, False),
+        (1, [201, 201, 0], True, False),  # 201: the thread has no context
+        (1, [700], False, True),
+        (2, [0], True, False),
+        (2, [700], True, True),
+    ],
+)
+def test_a_launch_is_repeated_in_the_context_of_its_device(
+    devices: int, statuses: list[int], bound: bool, fails: bool, fake: FakeDriver, gpu: driver.Device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """If it had none; with several GPUs always."""
+    left = [*statuses]
+    monkeypatch.setattr(driver, "_libcuda", lambda: SimpleNamespace(cuCtxGetCurrent=lambda found: 0))
+    monkeypatch.setattr(driver, "device_count", lambda: devices)
+    launch = driver.launch_calls([Call(lambda: left.pop(0), (), SimpleNamespace(value=0), "launch(f)")], [], gpu)
+    with pytest.raises(DriverError, match=r"^launch\(f\): CUDA_ERROR_ILLEGAL_ADDRESS") if fails else nullcontext():
+        launch(())
+    assert not left
+    assert fake.names() == (["cuCtxPushCurrent", "cuCtxPopCurrent"] if bound else [])
+
+
+def test_memory_is_zeroed_by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    memset = object()
+    monkeypatch.setattr(driver, "_libcuda", lambda: SimpleNamespace(cuMemsetD8Async=memset))
+    pointer = ctypes.c_uint64(8192)
+    call = driver.zeroing(pointer, 12)
+    address, value, nbytes, stream = call.arguments
+    assert (call.function, address, value.value, nbytes.value, call.about) == (
+        memset, pointer, 0, 12, "cuMemsetD8Async(12 bytes)",
+    )  # fmt: skip
+    assert call.stream is stream
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("float8_e4m3", 0), ("float8_e5m2", 0), ("float16", 6), ("float32", 7), ("bfloat16", 9)]
+)
+def test_a_tensor_map_is_encoded(dtype: str, number: int, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of cuTensorMapEncodeTiled: 128-byte swizzle (3), L2 promotion of 128 bytes (2), no interleave and
+    zeros outside (0)."""
+    given: list[Any] = []
+    monkeypatch.setattr(driver, "_called", lambda device, function, *arguments: given.append(arguments) or status[0])
+    monkeypatch.setattr(driver, "_libcuda", lambda: SimpleNamespace(cuTensorMapEncodeTiled=None))
+    box, status = Box.of(4096, (64, 32, 2, 3), (128, 4096, 8192), 16, 2), [0]
+    driver.encode_tensor_map(640, box, dtype)
+    (arguments,) = given
+    assert [getattr(x, "value", x) for x in arguments[:4]] == [640, number, 4, 4096]
+    assert [[*x] for x in arguments[4:8]] == [[*box.size], [*box.stride], [*box.box], [1] * 5]
+    assert arguments[8:] == (0, 3, 2, 0)
+    status[0] = 1
+    with pytest.raises(DriverError, match=rf"^cuTensorMapEncodeTiled\({dtype}, address=0x1000, size=\[64, 32, 2, 3"):
+        driver.encode_tensor_map(640, box, dtype)
