@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -177,6 +180,102 @@ def test_dtypes(name: str) -> None:
     assert dlpack.view(np.zeros(3, dlpack.numpy_dtype(name))).dtype == name
     assert dlpack.view(torch.zeros(3, dtype=getattr(torch, name))).dtype == name
     assert dlpack.numpy_dtype("bfloat16") == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int32", "int64", "bool"])
+def test_dtypes_of_capsules(name: str) -> None:
+    assert dlpack.view(Capsule(torch.zeros(3, dtype=getattr(torch, name)))).dtype == name
+
+
+class FakeCuPy:
+    """The parts of CuPy that are used, on NumPy arrays. `on`: the device on which each of its functions was called."""
+
+    def __init__(self) -> None:
+        self.on: list[tuple[str, int | None]] = []
+        current: list[int] = []
+
+        class Device:
+            def __init__(self, ordinal: int):
+                self.id = ordinal
+
+            def __enter__(self) -> None:
+                current.append(self.id)
+
+            def __exit__(self, *exception: object) -> None:
+                current.pop()
+
+        class ndarray(np.ndarray):
+            __module__, device = "cupy", Device(3)
+
+            @property
+            def data(self) -> SimpleNamespace:  # type: ignore[override]
+                return SimpleNamespace(ptr=self.ctypes.data)
+
+        def noted(name: str, function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+            def call(*arguments: Any, **options: Any) -> np.ndarray:
+                self.on.append((name, current[-1] if current else None))
+                return function(*arguments, **options).view(ndarray)
+
+            return call
+
+        self.ndarray, self.empty = ndarray, noted("empty", np.empty)
+        self.ascontiguousarray, self.full = noted("copy", np.ascontiguousarray), noted("full", np.full)
+        self.random = SimpleNamespace(randint=noted("randint", np.random.randint))
+        self.cuda = SimpleNamespace(get_current_stream=lambda ordinal: SimpleNamespace(ptr=100 + ordinal))
+
+
+def test_cupy_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays are made on the device of the caller's."""
+    cupy = FakeCuPy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    array = np.zeros((4, 6), np.float16).view(cupy.ndarray)[:, ::2]
+    library = dlpack.library_of(array)
+    view = library.view(array)
+    assert (library.name, view.shape, view.strides, view.dtype, view.device) == (
+        "CuPy", (4, 3), (6, 2), "float16", ("cuda", 3),
+    )  # fmt: skip
+    assert view.pointer == library.pointer(array) == array.ctypes.data
+    assert library.signatures([array]) == (((4, 3), (12, 4), np.dtype(np.float16), 3),)
+    made = library.allocator(array, (2, 3, 5), (15, 1, 3), "float32")()
+    assert (made.shape, made.strides, made.dtype) == ((2, 3, 5), (60, 4, 12), np.float32)
+    library.fill(array, 2.0)
+    assert array.base.tolist() == [[2, 0] * 3] * 4
+    assert library.contiguous(array).strides == (6, 2)
+    seed, drawn = library.seed(array, 7), library.seed(array, None)
+    assert (seed.tolist(), seed.dtype, drawn.shape, drawn.dtype) == ([7], np.int64, (1,), np.int64)
+    assert library.stream(3)() == 103
+    assert cupy.on == [(name, 3) for name in ("empty", "copy", "full", "randint")]
+
+
+def test_libraries_without_autograd() -> None:
+    """NumPy arrays need no gradient, have no stream, and are not intercepted or cast."""
+    x = np.zeros((2, 3), np.float32)
+    library = dlpack.library_of(x)
+    answers = library.requires_grad(x), library.needs_autograd(x), library.differentiates(x), library.intercepts(x)
+    assert (*answers, library.grad_enabled()) == (False,) * 5
+    assert library.no_dispatch_modes()
+    assert (library.cast(x), library.materialise(x), library.to_caller(x), library.stream(0)()) == ((x,), (x,), None, 0)
+    library.mark_written(x)
+    library.fill(x, 2.0)
+    assert x.tolist() == [[2.0] * 3] * 2
+    assert (library.unwritable(x), library.unwritable(np.broadcast_to(x, (2, 2, 3)))) == ("", "is read-only")
+    seed, drawn = library.seed(x, -5), library.seed(x, None)
+    assert (seed.tolist(), seed.dtype, drawn.shape, drawn.dtype) == ([-5], np.int64, (1,), np.int64)
+    same = library.same_signature(x, x)
+    assert same is not None
+    y = np.ones((2, 3), np.float32)
+    for others, alike in (
+        ((y, y), True), ((y, y.astype(np.float16)), False), ((y, y[:, :2]), False), ((y[:1], y), False),
+        ((y.view(np.recarray), y), False), ((y, np.asfortranarray(y)), False),
+    ):  # fmt: skip
+        assert same(*others) == alike
+
+
+def test_a_lazily_negated_tensor_has_no_signature() -> None:
+    library = dlpack.library_of(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="a lazily negated tensor has no signature"):
+        library.signatures([torch.zeros(2), torch._neg_view(torch.zeros(2))])
+    assert library.signatures([torch.zeros(2, 3)]) == (((2, 3), torch.float32, torch.device("cpu")), (3, 1))
 
 
 def test_a_subclass_is_of_its_library() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -241,6 +242,103 @@ def test_no_entry_is_removed_while_the_cache_is_in_use(own_cache: Path, monkeypa
     assert cache.get(KEY) is None
 
 
+def test_entries_above_the_limit_are_removed_when_the_cache_is_no_longer_in_use(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
+    monkeypatch.setattr(cache, "_TRIMMED_EVERY", 1)
+    with cache.in_use():
+        cache.put(KEY, FILES, {})
+        assert cache.get(KEY)
+    assert list(cache.entries()) == []
+
+
+def test_every_sixteenth_entry_the_size_is_compared_with_the_limit(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOX_CACHE_MB", "0")
+    monkeypatch.setattr(cache, "_puts", itertools.count(1))
+    for n in range(15):
+        cache.put(cache.make_key(n=n), {"f": b"x"}, {})
+    assert len(list(cache.entries())) == 15
+    cache.put(cache.make_key(n=15), {"f": b"x"}, {})
+    assert list(cache.entries()) == []
+
+
+@pytest.mark.parametrize(("beyond", "left"), [(0, 3), (1, 2), (1000, 2), (300_000, 1)])
+def test_as_many_entries_are_removed_as_exceed_the_limit(
+    own_cache: Path, beyond: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least recently used ones, until the rest has at most the size of the limit."""
+    for n in range(3):
+        path = cache.put(cache.make_key(n=n), {"f": bytes(1000)}, {}).path
+        os.utime(path, (1000 + n, 1000 + n))
+    sizes = [entry.nbytes for entry in sorted(cache.entries(), key=lambda entry: entry.used)]
+    monkeypatch.setattr(cache, "limit", lambda: max(sum(sizes) - beyond, sizes[-1]))
+    cache._to_trim.set()
+    with cache.in_use():
+        pass
+    assert [entry.key for entry in sorted(cache.entries(), key=lambda entry: entry.used)] == [
+        cache.make_key(n=n) for n in range(3 - left, 3)
+    ]
+    assert not cache._to_trim.is_set()
+
+
+@pytest.mark.parametrize(("value", "nbytes"), [(None, 4 * 2**30), ("", 4 * 2**30), ("0", 0), ("3", 3 * 2**20)])
+def test_the_limit_is_in_MiB(value: str | None, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SANDBOX_CACHE_MB", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SANDBOX_CACHE_MB", value)
+    assert cache.limit() == nbytes
+
+
+@pytest.mark.parametrize(("age", "there"), [(600, True), (601, False)])
+def test_staging_folders_of_interrupted_writers_are_removed_after_ten_minutes(
+    own_cache: Path, age: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other writers they may be in use."""
+    staging = own_cache / ".new-x"
+    staging.mkdir(parents=True)
+    os.utime(staging, (5000, 5000))
+    monkeypatch.setattr(cache.time, "time", lambda: 5000.0 + age)
+    assert cache.clear() == 0
+    assert staging.is_dir() == there
+
+
+def test_clear_removes_headers_that_nvrtc_unpacked(own_cache: Path) -> None:
+    """They are no entries. Folders with similar names stay."""
+    for n in range(2):
+        cache.put(cache.make_key(n=n), FILES, {})
+    names = ["headers-" + "0a" * 8, "headers-" + "0a" * 7, "headers-" + "0a" * 9, "revision-" + "0a" * 19]
+    for name in names:
+        (own_cache / name).mkdir()
+    assert cache.clear() == 2
+    assert sorted(path.name for path in own_cache.iterdir()) == sorted(names[1:])
+
+
+def test_an_entry_that_cannot_be_read_back(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After five attempts it is an error."""
+    tries: list[str] = []
+    monkeypatch.setattr(cache, "get", lambda key, *needed: tries.append(key))
+    with pytest.raises(
+        CacheError, match=f"cache entry .*{KEY} cannot be read back after writing: check the disk, or set"
+    ):
+        cache.put(KEY, FILES, {})
+    assert tries == [KEY] * 5
+    assert leftovers(own_cache) == []
+
+
+def test_a_directory_that_cannot_be_opened(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, flags: int) -> int:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(cache.os, "open", fails)
+    with pytest.raises(
+        CacheError, match=r"^cache directory .* cannot be read \(Permission denied\): set SANDBOX_CACHE"
+    ):
+        cache.clear()
+
+
 def test_a_limit_that_is_not_a_number(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_CACHE_MB", "much")
     with pytest.raises(CacheError, match="SANDBOX_CACHE_MB='much' must be a number of MiB"):
@@ -317,6 +415,11 @@ def test_entries(own_cache: Path) -> None:
         assert entry.nbytes == sum(path.stat().st_size for path in (own_cache / entry.key).iterdir())
         assert entry.nbytes > sum(map(len, FILES.values()))
         assert before - 1 <= entry.made <= time.time() + 1
+    assert [entry.key for entry in listed] == sorted(entry.key for entry in listed)
+    os.utime(own_cache / listed[1].key, (1000, 1000))
+    assert [entry.used for entry in cache.entries()][1] == 1000
+    (own_cache / listed[0].key / "entry.json").write_text("[]")
+    assert next(iter(cache.entries())).key == listed[1].key
 
 
 def test_a_killed_writer_leaves_nothing_to_read(own_cache: Path) -> None:

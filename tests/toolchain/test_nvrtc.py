@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import cuda.pathfinder
 import pytest
@@ -404,6 +408,148 @@ def test_a_missing_part_of_nvrtc(error: Exception, message: str, monkeypatch: py
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", load)
     with pytest.raises(ToolchainMissing, match=message):
         nvrtc._library.__wrapped__()
+
+
+def test_headers_of_the_same_major_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.pathfinder, "find_nvidia_header_directory", lambda name: str(tmp_path))
+    header = tmp_path / "cuda_runtime_api.h"
+    for text, version, found in (
+        ("#define CUDART_VERSION 13000\n", "13.2", "13"), ("#define  CUDART_VERSION\t12090\n", "12.4", "12"),
+        ("#define CUDART_VERSION 12999\n", "13.0", "12"), ("nothing\n", "13.0", "unknown"),
+    ):  # fmt: skip
+        header.write_text(text)
+        nvrtc._installed_headers.cache_clear()
+        if version.startswith(found):
+            assert nvrtc._installed_headers(version) == tmp_path
+        else:
+            with pytest.raises(
+                ToolchainMissing, match=f"are for CUDA {found}, NVRTC is 13.0: install headers of the same"
+            ):
+                nvrtc._installed_headers(version)
+    nvrtc._installed_headers.cache_clear()
+
+
+@pytest.mark.parametrize(("version", "bundled"), [("12.9", False), ("13.2", False), ("13.3", True), ("14.0", True)])
+def test_nvrtc_bundles_headers_from_13_3_on(version: str, bundled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = dataclasses.replace(nvrtc._library(), version=version)
+    monkeypatch.setattr(nvrtc, "_library", lambda: library)
+    monkeypatch.setattr(nvrtc, "_bundled_headers", lambda its: Path("bundled"))
+    monkeypatch.setattr(nvrtc, "_installed_headers", lambda its: Path(f"installed {its}"))
+    assert nvrtc.include_dirs() == (Path("bundled") if bundled else Path(f"installed {version}"),)
+
+
+def test_bundled_headers_are_unpacked_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a folder of the cache for each NVRTC; no remains are left, also not of a failure."""
+    library = nvrtc._library()
+    given: list[list[str]] = []
+
+    def run(api: object, text: bytes, name: str, flags: list[str]) -> None:
+        given.append([*flags])
+        (Path(flags[1].partition("=")[2]) / written[0]).write_text("")
+
+    monkeypatch.setattr(nvrtc, "_run", run)
+    written = ["no.h"]
+    with pytest.raises(ToolchainMissing, match=r"^NVRTC \(.*\) did not unpack its bundled headers into "):
+        nvrtc._bundled_headers(library)
+    assert list(cache.directory().iterdir()) == []
+    written[0] = "cuda_fp16.h"
+    places = [nvrtc._bundled_headers(library) for _ in range(2)]
+    assert places[0] == places[1]
+    assert len(given) == 2
+    assert given[0][0] == "--gpu-architecture=sm_90"
+    other = nvrtc._bundled_headers(dataclasses.replace(library, identity="another build"))
+    assert sorted(cache.directory().iterdir()) == sorted((places[0], other))
+    assert cache._UNPACKED.fullmatch(other.name)
+    (other / "cuda_fp16.h").unlink()
+    other.rmdir()
+
+    def lost(path: Path, target: Path) -> None:
+        if there:
+            target.mkdir()
+        raise OSError("not empty")
+
+    monkeypatch.setattr(Path, "rename", lost)
+    there = True  # another process was faster
+    assert nvrtc._bundled_headers(dataclasses.replace(library, identity="another build")) == other
+    there = False
+    with pytest.raises(OSError, match="not empty"):
+        nvrtc._bundled_headers(dataclasses.replace(library, identity="a third build"))
+
+
+class FakeNvrtc:
+    """The bindings: each program is compiled to `status` and `texts`."""
+
+    nvrtcResult = SimpleNamespace(NVRTC_SUCCESS=0)
+
+    def __init__(self, version: tuple[int, int] = (13, 0), status: object = 0, **texts: bytes):
+        self.status, self.destroyed = status, 0
+        self.texts = {"ProgramLog": b"", "CUBIN": b"\0cubin\0", "PTX": b"ptx\0", **texts}
+        self.nvrtcVersion = lambda: (0, *version)
+        self.nvrtcGetSupportedArchs = lambda: (0, [75, 89, 90, 99, 100, 121])
+        self.nvrtcCreateProgram = lambda text, name, *headers: (0, (text, name, headers))
+
+    def nvrtcCompileProgram(self, program: object, count: int, flags: list[bytes]) -> tuple[object]:
+        assert program == (b"text", b"k.cu", (0, None, None))
+        assert (count, flags) == (2, [b"-a", b"-b"])
+        return (self.status,)
+
+    def nvrtcDestroyProgram(self, program: object) -> None:
+        self.destroyed += 1
+
+    def __getattr__(self, name: str) -> object:
+        what = name.removeprefix("nvrtcGet").removesuffix("Size")
+        text = self.texts[what]
+        if name.endswith("Size"):
+            return lambda program: (0, len(text))
+        return lambda program, buffer: ctypes.memmove(id(buffer) + bytes.__basicsize__ - 1, text, len(text))
+
+
+def test_a_program_of_nvrtc() -> None:
+    """The log without its end, the PTX without its terminating zero; no cubin if NVRTC refuses the text."""
+    fake = FakeNvrtc(ProgramLog=b"some \xff warning \n\0")
+    assert nvrtc._run(fake, b"text", "k.cu", ("-a", "-b")) == (b"\0cubin\0", "ptx", "some \ufffd warning")
+    refused = SimpleNamespace(name="NVRTC_ERROR_COMPILATION")
+    for log, said in ((b"no\n\0", "no"), (b"\n\0", "NVRTC_ERROR_COMPILATION")):
+        failing = FakeNvrtc(status=refused, ProgramLog=log)
+        assert nvrtc._run(failing, b"text", "k.cu", ("-a", "-b")) == (b"", "", said)
+        assert failing.destroyed == 1
+    assert fake.destroyed == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "own_cache_of_nvrtc"), [((12, 8), False), ((12, 9), True), ((13, 0), True), ((11, 10), False)]
+)
+def test_the_library(
+    version: tuple[int, int], own_cache_of_nvrtc: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its architectures: "a" exists from sm_90 on, "f" from sm_100 on. Its own cache, from 12.9 on, is disabled."""
+    bindings = pytest.importorskip("cuda.bindings")
+    file = tmp_path / "libnvrtc.so"
+    file.write_bytes(b"12345")
+    os.utime(file, ns=(7, 7))
+    monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=str(file)))
+    monkeypatch.setattr(bindings, "nvrtc", FakeNvrtc(version))
+    library = nvrtc._library.__wrapped__()
+    name = f"{version[0]}.{version[1]}"
+    assert (library.version, library.identity) == (name, f"{name} libnvrtc.so 5 7")
+    assert library.no_cache == (("--no-cache",) if own_cache_of_nvrtc else ())
+    assert library.archs == (
+        "sm_75", "sm_89", "sm_90", "sm_99", "sm_100", "sm_121",
+        "sm_90a", "sm_99a", "sm_100a", "sm_100f", "sm_121a", "sm_121f",
+    )  # fmt: skip
+
+
+def test_a_refusal_without_a_reason(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_run", lambda *args: (b"", "", " \n"))
+    with pytest.raises(CompileError, match=r"^NVRTC .* refused .*k\.cu\n\nNVRTC gave no reason\n\noptions: -a -b$"):
+        nvrtc._compile(write(SCALE), ("-a", "-b"))
+
+
+def test_the_worst_of_several_entries() -> None:
+    """Each number by itself, and every warning once."""
+    one, other = nvrtc.Resources(40, 8, 0, 4, 12, ("a", "b")), nvrtc.Resources(32, 16, 8, 0, 16, ("b", "c"))
+    assert nvrtc.Resources.worst(iter([one, other])) == nvrtc.Resources(40, 16, 8, 4, 16, ("a", "b", "c"))
+    assert nvrtc.Resources.worst([one]) == one
 
 
 BLOCKED = """
