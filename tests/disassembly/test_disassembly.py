@@ -120,6 +120,134 @@ def test_kinds(name: str, kind: str) -> None:
     assert list(disassembly.by_kind({name: 3})) == [kind]
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("LDG.E R1, [R2]", "LDG.32"),
+        ("LDG.E.128 R4, [R2]", "LDG.128"),
+        ("LDG.E.S8 R4, [R2]", "LDG.8"),
+        ("STG.E.U16 [R2], R4", "STG.16"),
+        ("LDGSTS.E.BYPASS.64 [R2], R4", "LDGSTS.64"),
+        ("HMMA.16816.F32 R4, R4", "HMMA"),
+        ("LDS.128 R4, [R2]", "LDS"),
+        ("@!PT LDS RZ, [RZ]", "NOP"),
+        ("@!UPT UIADD3 UR4, UR4", "NOP"),
+        ("@PT LDS RZ, [RZ]", "LDS"),
+        ("@!P1 BRA `(.L)", "BRA"),
+        ("ld.global.nc.v4.f32 {%f1}, [%rd1]", "ld.global.v4"),
+        ("st.shared.u32 [%r1], %r2", "st.shared"),
+        ("ld.param.u64 %rd1, [p]", "ld.param"),
+        ("ld.b32 %r1, [%rd1]", "ld"),
+        ("red.global.add.f32 [%rd1], %f1", "red.global"),
+        ("cp.async.cg.shared.global [%r1], [%rd1], 16", "cp.async.cg"),
+        ("cp.async.commit_group", "cp.async.commit_group"),
+        ("add.f32 %f1, %f2, %f3", "add.f"),
+        ("add.s32 %r1, %r2, %r3", "add"),
+        ("fma.rn.bf16 %h1, %h2", "fma.f"),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}", "mma.f"),
+        ("cvt.rn.f16x2.f32 %r1", "cvt.f"),
+        ("mul.f64 %d1", "mul.f"),
+        ("neg.f16x2 %r1", "neg.f"),
+        ("ret", "ret"),
+    ],
+)
+def test_classes_of_instructions(text: str, name: str) -> None:
+    """Global memory by the width of a lane's access; floating point of PTX by its dtype."""
+    predicate = text.startswith("@")
+    opcode = text.split()[predicate]
+    assert disassembly.opcode_class(disassembly.Instruction("k", 0, opcode, text)) == name
+
+
+def test_counts_are_sorted() -> None:
+    """Classes by frequency, kinds in their own order, without those that do not occur."""
+    made = [
+        disassembly.Instruction("k", 0, opcode, opcode) for opcode in ("NOP", "FFMA", "HMMA", "FFMA", "FADD", "FFMA")
+    ]
+    counted = disassembly.counts(iter(made))
+    assert list(counted.items()) == [("FFMA", 3), ("NOP", 1), ("HMMA", 1), ("FADD", 1)]
+    assert list(disassembly.by_kind(counted).items()) == [
+        ("tensor cores", {"HMMA": 1}), ("floating point", {"FFMA": 3, "FADD": 1}), ("nothing", {"NOP": 1}),
+    ]  # fmt: skip
+    assert disassembly.by_kind({}) == {}
+    assert disassembly.kind("ld.const.v2") == "integers and moves"
+
+
+PTX = """
+.file 1 "/k/k.cu"
+\t.file\t2 "/k/a.cuh"
+.visible .entry first(
+  .param .u64 p
+)
+{
+\t.loc\t1 7 3
+\tld.param.u64 \t%rd1, [p];
+\t.loc\t2 4 1, function_name $L__info, inlined_at 1 9 5
+\t@%p1 add.s32 \t%r1, %r1,  1;
+\t.loc\t2 5 1, function_name $L__info, inlined_at 2 4 1
+\t@!%p12 bra \t$L__BB0_2;
+\t.loc\t1 0 3
+$L__BB0_2:
+\tret;
+\t.loc\t3 8 1
+\tbar.sync 0;
+}
+.func (.param .b32 out) second(.param .b32 in)
+{
+\t.loc\t2 6 1, function_name $L__info, inlined_at 2 4 1
+\tret;
+}
+"""
+
+
+def test_a_listing_of_ptx() -> None:
+    """Inlined calls from the innermost on; line 0 and unknown files are no source line."""
+    k, a = (lambda n: SourceLine("/k/k.cu", n)), (lambda n: SourceLine("/k/a.cuh", n))
+    found = [(i.function, i.address, i.opcode, i.text, i.where) for i in disassembly.ptx(PTX)]
+    assert found == [
+        ("first", 9, "ld.param.u64", "ld.param.u64 %rd1, [p]", (k(7),)),
+        ("first", 11, "add.s32", "@%p1 add.s32 %r1, %r1, 1", (a(4), k(9))),
+        ("first", 13, "bra", "@!%p12 bra $L__BB0_2", (a(5), a(4), k(9))),
+        ("first", 16, "ret", "ret", ()),
+        ("first", 18, "bar.sync", "bar.sync 0", ()),
+        ("second", 23, "ret", "ret", (a(6), a(4))),
+    ]
+
+
+def test_live_registers_if_nvdisasm_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not for cubins of CUDA 12."""
+    asked: list[tuple[str, ...]] = []
+    old = [False]
+
+    def nvdisasm(cubin: bytes, *options: str) -> str:
+        asked.append(options)
+        if old[0] and "-lrm" in options:
+            raise ToolchainMissing("too old")
+        return LISTING if "-lrm" in options else LISTING.replace("|  196  |", "|       |")
+
+    monkeypatch.setattr(disassembly, "_nvdisasm", nvdisasm)
+    assert [i.live for i in disassembly.sass(b"cubin")] == [None, None, None, None, 196, None, None]
+    assert [i.where for i in disassembly.sass(b"")] == [i.where for i in disassembly.parse_sass(LISTING)]
+    assert asked[:2] == [("-gi",), ("-lrm", "count")]
+    old[0] = True
+    assert [i.live for i in disassembly.sass(b"cubin")] == [None] * 7
+
+
+def test_a_disassembler_that_fails(tmp_path: Path) -> None:
+    """The last 300 characters of its message. Its output is kept for the next call."""
+    program = tmp_path / "nvdisasm"
+    program.write_text(f"#!/bin/sh\necho {'x' * 400} >&2\nexit 1\n")
+    program.chmod(0o700)
+    with pytest.raises(ToolchainMissing) as caught:
+        disassembly._listing(str(program), b"cubin", ())
+    assert str(caught.value) == (
+        f"{program} cannot read the cubin: {'x' * 300} (install a newer one: {tools.REMEDIES['nvdisasm']})"
+    )
+    program.write_text('#!/bin/sh\necho "$1 $2"; cat "$3"\n')
+    assert disassembly._listing(str(program), b"cubin", ("-gi",)) == "-c -gi\ncubin"
+    program.unlink()
+    assert disassembly._listing(str(program), b"cubin", ("-gi",)) == "-c -gi\ncubin"
+
+
 @needs_nvdisasm
 def test_machine_code_of_a_kernel() -> None:
     compiled = sandbox.compile("fwd_mma", D=64, arch="sm_90a")
