@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import sandbox
 from sandbox.api import call, dispatch
 from sandbox.core import registry
 from sandbox.core.errors import SpecError, UnknownKernel, UnsupportedProblem
-from sandbox.launch import dlpack
+from sandbox.engine import staging
+from sandbox.launch import arguments, dlpack
 from sandbox.spec import Tile
 
 torch = pytest.importorskip("torch")
@@ -73,6 +75,42 @@ def test_torch(place: str) -> None:
     bins = torch.arange(1000, dtype=torch.int32, device=place) % 7
     for _ in range(2):  # counts are zero before each launch
         assert sandbox.call("histogram", bins)[:8].tolist() == [143] * 6 + [142, 0]
+
+
+@pytest.mark.parametrize("name", ["rms_norm_backward", "histogram", "append_kv"])
+def test_arrays_for_another_device_are_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs before the launch and outputs after it, also one that is updated in place, with scratch and memory that
+    must be zero. The other device is host memory here."""
+    move = lambda to, of, nbytes, gpu: ctypes.memmove(to, of, nbytes)  # noqa: E731
+    gpu = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(staging, "driver", SimpleNamespace(device=lambda number: gpu, read=move, write=move))
+    if name == "rms_norm_backward":
+        arrays = randn(6, 48), randn(6, 48), randn(48)
+    elif name == "histogram":
+        arrays = (torch.arange(1000, dtype=torch.int32) % 7,)
+    else:
+        pages, table = torch.zeros(2, 1, 16, 8), torch.tensor([[1]], dtype=torch.int32)
+        arrays = (randn(1, 1, 3, 8), randn(1, 1, 3, 8), table, table[0, :1] + 1, table[0, :0], pages, pages.clone())
+    expected = call.run(name, tuple(x.clone() for x in arrays))
+    library = dlpack.library_of(arrays[0])
+    kernel = registry.get(name)
+    problem = call.problem_of(kernel, [library.view(x) for x in arrays])
+    tile = kernel.tiles[0]
+    outputs = {
+        output: library.allocator(arrays[0], shape, dlpack.dense_strides(shape), tensor.dtype_in(problem))
+        for output, tensor in call.operation_of(kernel).outputs.items()
+        if output not in call.operation_of(kernel).in_place
+        for shape in (tensor.shape(problem),)
+    }
+    scratch = arguments.scratch_of(kernel, problem, tile)
+    assert bool(scratch) == (name == "rms_norm_backward")
+    making = call._Making(kernel, problem, tile, dlpack.HOST, library, outputs, scratch)
+    found = call._staged(making)(arrays, [x.data_ptr() for x in arrays])
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    if name == "append_kv":
+        assert found[0] is arrays[5]
+        assert found[1] is arrays[6]
 
 
 @pytest.mark.gpu
@@ -240,6 +278,29 @@ def test_the_dtype_of_an_operation_whose_tensors_have_their_own() -> None:
     kernel = dataclasses.replace(registry.get("histogram"), dtypes=("float16", "float32"))
     views = [dlpack.view(np.zeros(5, np.int32))]
     assert call.problem_of(kernel, views).dtype == "float16"
+
+
+def test_inputs_of_several_devices() -> None:
+    kernel, device = registry.get("rms_norm"), ("cuda", 1)
+    views = [dlpack.view(randn(6, 48)), dlpack.ArrayView(64, (48,), (1,), "float32", device, None)]
+    with pytest.raises(UnsupportedProblem, match=r"^rms_norm: w is on another device than x: move it$"):
+        call.problem_of(kernel, views)
+
+
+def test_a_full_cache_of_plans_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As is one with plans of before a reload."""
+    monkeypatch.setattr(call, "MAX_PLANS", 2)
+    plans, made = call._Plans(), [call._Plan(lambda arrays, addresses: (), ((n, "x"),)) for n in range(4)]
+    for n in (0, 1):
+        plans.keep((5, n), made[n])
+    assert dict(plans) == {(5, 0): made[0], (5, 1): made[1]}
+    plans.keep((5, 2), made[2])
+    assert dict(plans) == {(5, 2): made[2]}
+    plans.keep((6, 3), made[3])
+    assert dict(plans) == {(6, 3): made[3]}
+    plans.keep((5, 0), made[0])  # made from the source of before: never found again
+    assert plans.generation == 6
+    assert (6, 3) in plans
 
 
 def test_an_unknown_kernel() -> None:

@@ -93,6 +93,32 @@ def test_each_option_survives_an_operator() -> None:
     assert arrays[1] is table
 
 
+@pytest.mark.parametrize("scored", [False, True], ids=["plain", "with a bias"])
+def test_a_result_without_a_gradient_is_none_to_the_backward(scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lse: its part of the backward is left out. Of out: zeros. And which gradients are computed."""
+    from sandbox.api import torch_ops
+    from sandbox.api.options import Options
+
+    called: list[tuple[object, ...]] = []
+    name = "_call_scored_backward" if scored else "call_operator"
+    real = getattr(torch_ops, name)
+    q, k, v = tensors(("cpu", 0))
+    arrays = (q, k, v, torch.zeros(4, 9, 13, requires_grad=True)) if scored else (q, k, v)
+    out, lse = torch_ops.forward(arrays, Options(array_names=("bias",) if scored else ()))
+    monkeypatch.setattr(torch_ops, name, lambda *inputs: called.append(inputs[0 if scored else 2 :]) or real(*inputs))
+    expected = torch.autograd.grad(out.sum(), arrays, retain_graph=True)
+    torch.autograd.grad(lse.sum(), arrays, retain_graph=True)
+    for x, y in zip(expected, torch.autograd.grad(sandbox.attention(q, k, v).sum(), (q, k, v)), strict=False):
+        assert (x - y).abs().max() < 1e-5
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert torch.equal(dq, expected[0])
+    dlse = [inputs[6] if scored else inputs[-1] for inputs in called]
+    assert [x is None for x in dlse] == [True, False, True]
+    assert [bool(inputs[0].any()) for inputs in called] == [True, False, True]
+    if scored:
+        assert [inputs[-1] for inputs in called] == ["dbias", "dbias", "dbias"]
+
+
 def test_out_dtype_of_a_compiled_call() -> None:
     q, k, v = tensors(("cpu", 0), dtype=torch.float16, grad=False)
     compiled = torch.compile(sandbox.attention, backend="aot_eager", fullgraph=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from project import check_stored, digest, drawn_problem, is_stored
 
-from sandbox.core import registry
+from sandbox.core import log, registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.engine import choose
@@ -151,6 +151,157 @@ def test_refusals_name_the_kernel_that_would_be_chosen(
     # Among all reasons why no kernel was chosen, and in the table of `list`, none is named.
     reasons = [c.reason for c in choose.candidates(problem, str(refused.computes), arch) if c.kernel.name == kernel]
     assert reasons == [refused.why_unsupported(problem, arch)]
+
+
+# ---- tiles and kernels of a spec that is made for the test
+
+SMALL = Problem(1, 2, 64, 64, 64, dtype="float16")
+
+
+def made(**fields: Any) -> Kernel:
+    """fwd_minimal with one entry and two tiles."""
+    tiles = Tile(BLOCK_M=64, BLOCKS=9), Tile(BLOCK_M=32, BLOCKS=9)
+    usual: dict[str, Any] = {"tiles": tiles, "space": {}, "grid": lambda p, t: (1, 1, 1), "then": (),
+                             "smem_bytes": lambda p, t: t.BLOCK_M, "check_tile": lambda p, t, arch: None,
+                             "rank": lambda p, t: 0, "supports": lambda p, arch: None}  # fmt: skip
+    return dataclasses.replace(registry.get("fwd_minimal"), **{**usual, **fields})
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ((2**31 - 1, 65535, 65535), None),
+        ((2**31, 1, 1), "its grid has 2147483648 blocks along x, and the limit is 2147483647 (split the batch)"),
+        ((1, 65536, 1), "its grid has 65536 blocks along y, and the limit is 65535 (split the batch)"),
+        ((1, 1, 65536), "its grid has 65536 blocks along z, and the limit is 65535 (split the batch)"),
+    ],
+)
+def test_the_limits_of_a_grid(grid: tuple[int, int, int], message: str | None) -> None:
+    """Also of further entries, but not of those that only a caller's options launch."""
+    whole = made(grid=lambda p, t: grid)
+    entry = dataclasses.replace(
+        registry.get("bwd_minimal").entries[1], name="fwd_minimal_x", grid=lambda p, t: grid, smem_bytes=lambda p, t: 0
+    )
+    later = made(then=(dataclasses.replace(entry, args=("dQ",)),))
+    optional = made(then=(dataclasses.replace(entry, args=(OPTIONAL_OUTPUTS[0],)),))
+    for kernel in (whole, later):
+        reason = choose.why_tile_unsupported(kernel, SMALL, kernel.tiles[0], HOPPER)
+        assert reason == (message and f"fwd_minimal: {SMALL} is not supported: {message}")
+    assert choose.why_tile_unsupported(optional, SMALL, optional.tiles[0], HOPPER) is None
+
+
+@pytest.mark.parametrize(("arch", "name", "most"), [((9, 0), "sm_90", 232448), ((7, 5), "sm_75", 65536),
+                                                    (None, "the CPU backend", 232448)])  # fmt: skip
+def test_the_limit_of_shared_memory(arch: Any, name: str, most: int) -> None:
+    fits, exceeds = (made(smem_bytes=lambda p, t, n=n: n) for n in (most, most + 1))
+    assert choose.why_tile_unsupported(fits, SMALL, fits.tiles[0], arch) is None
+    assert choose.why_tile_unsupported(exceeds, SMALL, exceeds.tiles[0], arch) == (
+        f"fwd_minimal: tile BLOCK_M=64,BLOCKS=9 is not supported: it needs {most + 1} bytes of shared memory at D=64, "
+        f"and {name} has {most} (choose a smaller tile)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spilled", "chosen"), [((0, 0), 64), ((1, 0), 32), ((8, 9), 64), ((9, 8), 32), ((8, 8), 64)], ids=str
+)
+def test_the_first_tile_that_spills_the_least(
+    spilled: tuple[int, int], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of the caller's may spill. BLOCKS is the number of multiprocessors, if it is known."""
+    kernel, bytes_of = made(), dict(zip((64, 32), spilled, strict=True))
+    monkeypatch.setattr(choose.spills, "spilled", lambda kernel, problem, tile, arch: bytes_of[tile.BLOCK_M])
+    assert choose.choose_tile(kernel, SMALL, HOPPER) == Tile(BLOCK_M=chosen, BLOCKS=9)
+    assert choose.choose_tile(kernel, SMALL, HOPPER, multiprocessors=78) == Tile(BLOCK_M=chosen, BLOCKS=78)
+    for tile in kernel.tiles:
+        assert choose.choose_tile(kernel, SMALL, HOPPER, tile, multiprocessors=78) is tile
+    smallest_first = made(rank=lambda p, t: t.BLOCK_M)
+    assert (choose.choose_tile(smallest_first, SMALL, HOPPER).BLOCK_M == 32) == (
+        chosen == 32 or spilled[0] == spilled[1]
+    )
+
+
+def test_a_tuned_tile_comes_first(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """If there is one for the GPU, and none is named."""
+    kernel, tuned = made(), Tile(BLOCK_M=16, BLOCKS=7)
+    asked: list[str] = []
+    monkeypatch.setattr(choose.tuned, "winner", lambda kernel, problem, gpu: asked.append(gpu) or tuned)
+    monkeypatch.setattr(choose.spills, "spilled", lambda kernel, problem, tile, arch: 0)
+    caplog.set_level(log.CHOICES, logger="sandbox")
+    assert choose.choose_tile(kernel, SMALL, HOPPER, gpu="H200", multiprocessors=132) is tuned
+    assert choose.choose_tile(kernel, SMALL, HOPPER) == kernel.tiles[0]
+    assert choose.choose_tile(kernel, SMALL, HOPPER, kernel.tiles[1], gpu="H200") is kernel.tiles[1]
+    assert asked == ["H200"]
+    assert [record.getMessage().partition(": tile ")[2] for record in caplog.records] == [
+        "BLOCK_M=16,BLOCKS=7, tuned on H200",
+        "BLOCK_M=64,BLOCKS=9, the first of the spec's tiles that fits and does not spill",
+        "BLOCK_M=32,BLOCKS=9, as passed by the caller",
+    ]
+
+
+def test_a_problem_that_no_tile_supports() -> None:
+    """The reason of the last tile."""
+    kernel = made(check_tile=lambda p, t, arch: f"BLOCK_M={t.BLOCK_M} is too large")
+    with pytest.raises(UnsupportedProblem, match=r"^fwd_minimal: BLOCK_M=32 is too large$"):
+        choose.choose_tile(kernel, SMALL, HOPPER)
+    with pytest.raises(UnsupportedProblem, match=r"^fwd_minimal: BLOCK_M=64 is too large$"):
+        choose.choose_tile(kernel, SMALL, HOPPER, kernel.tiles[0])
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Kernels a, b and c of rungs 1, 2 and 2, which spill as many bytes as the returned dictionary has."""
+    spilled: dict[str, Any] = {"a": 0, "b": 0, "c": 0}
+    kernels = {name: made(name=name, rung=rung) for name, rung in (("a", 1), ("b", 2), ("c", 2))}
+    monkeypatch.setattr(choose.registry, "kernels", lambda: kernels)
+    monkeypatch.setattr(choose.spills, "spilled", lambda kernel, problem, tile, arch: spilled[kernel.name])
+    spilled["kernels"] = kernels
+    return spilled
+
+
+@pytest.mark.parametrize(
+    ("fields", "spilled", "chosen"),
+    [
+        ({}, {}, "c"),
+        ({"b": {"preference": 1}}, {}, "b"),
+        ({"a": {"first_for": lambda p: True}}, {}, "a"),
+        ({"c": {"default": False}}, {}, "b"),
+        ({"c": {"deterministic": False}}, {}, "b"),
+        ({"c": {"computes": "backward", "args": ("dO", "Q", "K", "V", "LSE", "delta", "dQ", "dK", "dV")}}, {}, "b"),
+        ({"c": {"supports": lambda p, arch: "no"}}, {}, "b"),
+        ({"c": {"check_tile": lambda p, t, arch: "no"}}, {}, "b"),
+        ({}, {"c": 256}, "c"),
+        ({}, {"c": 257}, "b"),
+        ({"c": {"first_for": lambda p: True}}, {"c": 1}, "b"),
+        ({}, {"c": 300, "b": 300, "a": 257}, "c"),  # all spill
+        ({"c": {"default": False}}, {"c": 300, "b": 300, "a": 257}, "b"),
+    ],
+)
+def test_the_choice_of_a_kernel(
+    fields: dict[str, dict[str, Any]], spilled: dict[str, int], chosen: str, three: dict[str, Any]
+) -> None:
+    """The highest rung, then the largest preference, unless it spills, is not deterministic or chosen by name only."""
+    for name, changes in fields.items():
+        three["kernels"][name] = dataclasses.replace(three["kernels"][name], **changes)
+    three.update(spilled)
+    assert choose.choose_kernel(SMALL, "forward", HOPPER, deterministic=True).name == chosen
+
+
+def test_the_reasons_against_every_kernel(three: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    kernels = three["kernels"]
+    kernels["c"] = dataclasses.replace(kernels["c"], default=False)
+    kernels["b"] = dataclasses.replace(kernels["b"], supports=lambda p, arch: "no")
+    caplog.set_level(log.CHOICES, logger="sandbox")
+    assert choose.choose_kernel(SMALL, "forward", HOPPER).name == "a"
+    assert caplog.records[-1].getMessage() == (
+        f"forward of {SMALL}: kernel a\n  not c: selected by name only (default=True in its spec allows automatic "
+        "selection)\n  not b: no"
+    )
+    kernels["a"] = dataclasses.replace(kernels["a"], deterministic=False)
+    with pytest.raises(UnsupportedProblem) as caught:
+        choose.choose_kernel(SMALL, "forward", HOPPER, deterministic=True)
+    assert str(caught.value) == (
+        f"no forward kernel supports {SMALL}:\n  c: {choose.BY_NAME}\n  b: no\n  a: not deterministic"
+    )
 
 
 ARCHS = (None, (8, 0), (8, 6), (9, 0), (10, 0))
