@@ -33,7 +33,8 @@ _TOKEN = re.compile(
 _NO_TOKENS = re.compile(rb'R"|//[^\n]*\\[ \t\r]*\n|[/*]\\[ \t\r]*\n')
 _BLANK_LINES = re.compile(rb"(?<!\\)\n(?:[ \t\r]*\n)+")  # not after a line continuation
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_ENTRY = re.compile(r"\b__global__\b[^;{]*?\bvoid\s+(\w+)\s*\(")
+# Attributes, such as __launch_bounds__(2 * (64)), may also be between `void` and the name.
+_ENTRY = re.compile(r"\b__global__\b[^;{]*?\bvoid\s+(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*+(\w+)\s*\(")
 _SETTLED = 2.0  # seconds after which a further edit certainly changes the time stamp
 
 

@@ -233,3 +233,14 @@ def test_headers_full_of_comments_are_scanned_quickly(tree: Path) -> None:
     (tree / "src/main.cu").write_text(f'{comments}/* four */ #include "a.h"\n{comments}')
     (tree / "first/a.h").write_text("")
     assert scan(tree) == ["first/a.h", "src/main.cu"]
+
+
+def test_entry_points_of_a_source(tmp_path: Path) -> None:
+    file = tmp_path / "k.cu"
+    file.write_text(
+        '// __global__ void none() {}\nextern "C" __global__ void __launch_bounds__(2 * (N), 1) a(int x) {}\n'
+        "/* __global__ void none() {} */ __global__ static void\nb (int x);\n__device__ void c() {}\n"
+        "__global__ __launch_bounds__(32) void d() {}\n"
+    )
+    assert sources.entry_points(file) == ["a", "b", "d"]
+    assert sources.code_of(file).count("\n") == 6
