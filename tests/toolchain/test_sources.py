@@ -244,3 +244,28 @@ def test_entry_points_of_a_source(tmp_path: Path) -> None:
     )
     assert sources.entry_points(file) == ["a", "b", "d"]
     assert sources.code_of(file).count("\n") == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "rest"),
+    [
+        (")x", [""], "x"), ("a)", ["a"], ""), ("a, b)x", ["a", " b"], "x"), ("f(a, b), c[1, 2], {3, 4})x",
+         ["f(a, b)", " c[1, 2]", " {3, 4}"], "x"), ("a, (b", ["a", " (b"], ""), ("(a)) b)", ["(a)"], " b)"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_call(text: str, arguments: list[str], rest: str) -> None:
+    found, end = sources.split_arguments(f"f({text}", 2)
+    assert (found, f"f({text}"[end:]) == (arguments, rest)
+
+
+def test_template_arguments_of_a_call() -> None:
+    assert sources.split_arguments("f(A<1, 2> a, B b)", 2, "(<[", ")>]")[0] == ["A<1, 2> a", " B b"]
+
+
+def test_code_without_lines() -> None:
+    """Comments and empty lines do not count, unless lines have a meaning."""
+    one, other = b"int a;\n\n  \n// c\nint b;\n", b"int a; // d\nint b;"
+    assert sources.without_lines(one) == sources.without_lines(other) == b"\nint a;\nint b;\n"
+    for text in (b"int a;\n\nint b = __LINE__;", b"int a;\nint b = __LINE__;"):
+        assert sources.without_lines(text) == text
+    assert sources.without_lines(b"a \\\n\nb") == b"\na \\\n\nb\n"
