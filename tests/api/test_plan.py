@@ -441,3 +441,37 @@ def test_a_full_cache_of_plans_is_cleared(monkeypatch: pytest.MonkeyPatch) -> No
     plans.keep((2,), kept[2])
     assert [*plans.items()] == [((2,), kept[2])]
     assert plans.routes == {"forward": {}, "backward": {}}
+
+
+def test_which_routes_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each plan and kind of arrays, the latest first, at most eight for the same options; none for arrays that
+    are not aligned, or without memory."""
+    library = SimpleNamespace(same_signature=lambda *arrays: lambda *others: others == arrays, pointer=None)
+    monkeypatch.setattr(dispatch, "library_of", lambda array: library)
+    plans, some, options = dispatch.PlanCache(), [dispatch.Rejection(str(n)) for n in range(9)], plan.Options()
+
+    def learn(array: Any, which: int, addresses: tuple[int, ...] = (16, 32, 48), kind: str = "forward") -> list[Any]:
+        plans.learn(kind, options, (array, 2, 3), addresses, some[which])
+        return [some.index(route.plan) for route in plans.routes[kind].get(options, ())]
+
+    for addresses in ((16, 8, 48), (16, 0, 48), (16, 32, 50)):
+        assert learn("a", 0, addresses) == []
+    assert learn("a", 0) == learn("a", 0) == [0]
+    assert learn("a", 1) == [1, 0]
+    assert learn("b", 1, (16, 32, 32)) == [1, 1, 0]
+    assert [route.latent for route in plans.routes["forward"][options]] == [True, False, False]
+    assert learn("a", 2, (16, 32, 32), "backward") == [2]
+    assert not plans.routes["backward"][options][0].latent
+    for n in range(2, 8):
+        found = learn("a", n)
+    assert found == [7, 6, 5, 4, 3, 2, 1, 1]
+    assert not any(route.requires_grad for route in plans.routes["forward"][options])
+    learn(SimpleNamespace(requires_grad=True), 8)
+    assert plans.routes["forward"][options][0].requires_grad
+    monkeypatch.setattr(dispatch, "MAX_PLANS", 2)
+    for n in range(3):
+        options = plan.Options(scale=float(n))
+        learn("a", n)
+    assert [*plans.routes["forward"]] == [plan.Options(scale=1.0), plan.Options(scale=2.0)]
+    library.same_signature = lambda *arrays: None
+    assert learn("c", 3) == [2]

@@ -541,6 +541,40 @@ def test_dropout_of_the_cpu_operator_is_pytorchs() -> None:
     assert (first[4], first[5]) == (17, 23)  # max_q and max_k
 
 
+@pytest.mark.parametrize(
+    ("kernels", "error", "message"),
+    [
+        (
+            {"kernel": "fwd_minimal", "backward": "bwd_mma"},
+            SandboxError,
+            "^with dropout, sandbox computed the forward, and",
+        ),
+        (
+            {"kernel": "fwd_mma", "backward": "bwd_minimal"},
+            UnsupportedProblem,
+            "^fwd_mma: dtype float32 is not supported",
+        ),
+    ],
+    ids=["only the forward is ours", "only the backward is ours"],
+)
+def test_forward_and_backward_with_dropout_must_both_be_ours(
+    kernels: dict[str, str], error: type[Exception], message: str
+) -> None:
+    """PyTorch's kernels drop other elements. Without dropout each may be PyTorch's."""
+    q, k, v = tensors(2, 2, 2)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    state = torch.zeros(2, dtype=torch.int64).view(torch.uint64)
+    with sandbox.use_in_torch(**kernels), pytest.raises(error, match=message) as caught:
+        backward(q, q, k, v, q, torch.zeros(2, 2, 17), None, None, 17, 23, 0.5, False, state, state)
+    assert isinstance(caught.value, UnsupportedProblem) == (error is UnsupportedProblem)
+    with sandbox.use_in_torch(**EXACT):
+        lse = torch.zeros(2, 2, 17)
+        found = backward(q, q, k, v, q, lse, None, None, 17, 23, 0.0, False, state, state)
+    expected = sandbox.attention_backward(q, q, k, v, q, lse)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_a_debug_mask_of_a_ragged_batch_is_refused() -> None:
     """Even where PyTorch has a kernel: our backward would follow, and drop other elements."""
     x, offsets = torch.randn(12, 2, 16), torch.tensor([0, 5, 12], dtype=torch.int32)

@@ -164,6 +164,73 @@ def test_from_shape_refuses(shape: str) -> None:
         Problem.from_shape(shape)
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ("1,0,3,8", {}, "shape '1,0,3,8': H=0: a problem has at least one query head"),
+        ("1,2/0,3,8", {}, "shape '1,2/0,3,8': Hk=0: the number of key/value heads must be at least 1"),
+        ("1,2,3,8/0", {}, "shape '1,2,3,8/0': Dv=0: v's head dimension must be at least 1"),
+        (
+            "1,2,3,8",
+            {"lengths": "3,x"},
+            "lengths '3,x' must be numbers with commas between; 128x256 is 128 ",
+        ),
+        ("1,2,3,8", {"lengths": "3x4x5"}, "lengths '3x4x5' must be numbers with commas between"),
+        ("1,2,3,8", {"bias": "1,H,Sq,x"}, "bias '1,H,Sq,x' must be four numbers or names of sizes with commas between"),
+        ("1,2,3,8/16", {"latent": True}, "latent=True needs Dv <= D, not Dv=16 with D=8: v is a view of k's columns"),
+    ],
+)
+def test_from_shape_names_the_part_that_is_wrong(shape: str, options: dict, message: str) -> None:
+    with refuses(message):
+        Problem.from_shape(shape, dtype="float16", **options)
+
+
+def test_lengths_of_sequences() -> None:
+    """They replace B and the numbers of queries and keys, of which the largest count."""
+    p = Problem.from_shape("9,4/2,7,8,64", dtype="float16", lengths="3, 5x40,1x2")
+    assert (p.B, p.Sq, p.Sk, p.rows, p.lengths) == (3, 5, 40, (9, 45), ((3, 3), (5, 40), (1, 2)))
+    sized = Problem.from_shape("2,4/2,7,9,64", dtype="float16", bias="B,1,7,S", mask="1,H,Sq,Sk", latent=True)
+    assert (sized.bias, sized.mask, sized.latent) == ((2, 1, 7, 9), (1, 4, 7, 9), True)
+
+
+class FixedRandom:
+    """A generator whose results are given."""
+
+    def __init__(self, *values: object):
+        self.values = [*values]
+
+    def random(self, shape: object) -> np.ndarray:
+        return np.full(shape, self.values.pop(0))
+
+    def integers(self, low: int, high: int, count: int) -> np.ndarray:
+        assert (low, high, count) == (0, 41, len(self.values))
+        return np.array(self.values)
+
+
+@pytest.mark.parametrize(
+    ("mask", "drawn", "visible"),
+    [
+        ((1, 1, 4, 5), (0.3, 0.1, 0.1), True),
+        ((1, 1, 4, 5), (0.29, 0.5, 0.5), False),
+        ((1, 1, 4, 5), (0.5, 0.09, 0.5), False),  # whole rows
+        ((1, 1, 4, 5), (0.5, 0.5, 0.09), False),  # whole keys
+        ((1, 1, 1, 5), (0.5, 0.09, 0.5), True),  # not the only one
+        ((1, 1, 4, 1), (0.5, 0.5, 0.09), True),
+    ],
+)
+def test_a_random_mask(mask: tuple[int, ...], drawn: tuple[float, ...], visible: bool) -> None:
+    found = options._drawn_mask(FixedRandom(*drawn), Problem(1, 1, 4, 5, 8, mask=mask))
+    assert found.shape == mask
+    assert (found == visible).all()
+
+
+def test_random_lengths() -> None:
+    """The first has most keys, the second none."""
+    for given, expected in (([5], [30]), ([5, 6], [30, 0]), ([5, 6, 40], [30, 0, 40])):
+        p = Problem(len(given), 1, 4, 40, 8, key_lengths=True)
+        assert options._drawn_lengths(FixedRandom(*given), p).tolist() == expected
+
+
 def test_from_shape_with_values_that_make_no_sense() -> None:
     with refuses("shape '1,8/0,4,8': Hk=0"):
         Problem.from_shape("1,8/0,4,8")

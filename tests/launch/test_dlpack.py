@@ -187,6 +187,31 @@ def test_dtypes_of_capsules(name: str) -> None:
     assert dlpack.view(Capsule(torch.zeros(3, dtype=getattr(torch, name)))).dtype == name
 
 
+@pytest.mark.parametrize(
+    ("number", "device", "stream"), [(1, "cpu", None), (2, "cuda", 1), (3, "cpu", None), (10, None, None)]
+)
+def test_devices_of_capsules(number: int, device: str | None, stream: int | None) -> None:
+    """By DLDeviceType: CPU, CUDA, and host memory that CUDA has pinned. Work of a GPU is awaited by stream 1."""
+    asked: list[object] = []
+
+    class Elsewhere(Capsule):
+        def __dlpack__(self, **options: Any) -> Any:
+            asked.append(options.pop("stream", None))
+            return super().__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return number, 0
+
+    array = np.zeros((2, 3), np.float32)
+    if device is None:
+        with pytest.raises(UnsupportedProblem, match=r"^DLPack device \(10, 0\) is not supported: the array must"):
+            dlpack.view(Elsewhere(array))
+    else:
+        view = dlpack.view(Elsewhere(array))
+        assert (view.device, view.pointer, view.shape) == ((device, 0), array.ctypes.data, (2, 3))
+        assert asked == [stream]
+
+
 class FakeCuPy:
     """The parts of CuPy that are used, on NumPy arrays. `on`: the device on which each of its functions was called."""
 
