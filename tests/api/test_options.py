@@ -180,6 +180,51 @@ def test_dout_has_any_strides_but_that_of_a_column(Dv: int, strides: tuple[int, 
     assert found == ([] if readable else ["dout"])
 
 
+@pytest.mark.parametrize(("keys", "step", "readable"), [(5, 1, True), (5, 2, False), (1, 9, True), (5, 0, False)])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_keys_of_a_bias_and_of_a_mask_are_contiguous(name: str, keys: int, step: int, readable: bool) -> None:
+    """One key for all may have any stride."""
+    views = {name: seen((2, 2, 3, keys), (120, 60, 20, step))}
+    found = validate.unreadable(views, sandbox.Problem(2, 2, 3, 5, 8, **{name: (2, 2, 3, keys)}))
+    assert found == ([] if readable else [name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "latent"),
+    [
+        ({}, True),
+        ({"pointer": 4098}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"shape": (2, 1, 5, 64)}, True),
+        ({"shape": (2, 1, 5, 65)}, False),
+        ({"shape": (2, 1, 0, 32)}, False),
+        ({"strides": (320, 7, 64, 1)}, True),  # one head: its stride does not matter
+        ({"strides": (320, 320, 65, 1)}, False),
+        ({"strides": (321, 320, 64, 1)}, False),
+    ],
+)
+def test_values_that_are_the_first_columns_of_the_keys(changes: dict[str, Any], latent: bool) -> None:
+    k = dlpack.ArrayView(4096, (2, 1, 5, 64), (320, 320, 64, 1), "float16", dlpack.HOST, None)
+    own = {"pointer": 4096, "shape": (2, 1, 5, 32), "strides": k.strides, "dtype": "float16", **changes}
+    v = dlpack.ArrayView(**own, device=dlpack.HOST, owner=None)
+    assert validate._latent({"k": k, "v": v}) == latent
+    assert not validate._latent({"k": k, "v": v, "dout": k})
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "adjacent"),
+    [
+        ((3, 2, 16, 8), (256, 8, 16, 1), True),
+        ((3, 2, 16, 8), (257, 8, 16, 1), False),
+        ((1, 2, 16, 8), (999, 8, 16, 1), True),
+        ((0, 2, 16, 8), (999, 8, 16, 1), True),
+        ((2, 2, 16, 8), (256, 128, 8, 1), False),
+    ],
+)
+def test_pages_whose_rows_have_one_stride(shape: tuple[int, ...], strides: tuple[int, ...], adjacent: bool) -> None:
+    assert validate._adjacent_pages(seen(shape, strides, "float16")) == adjacent
+
+
 # ---- which calls are accepted
 
 

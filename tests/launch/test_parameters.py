@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import random
@@ -264,3 +265,46 @@ def test_stored_arguments(name: str) -> None:
                 shown = str(error)
             lines.append(f"{entry.name} {problem} {tile}: {shown} {work_of(entry, problem, tile)}")
     check_stored(f"arguments/{name}.txt", [*(line[:1500] for line in lines[:3]), digest(lines)])
+
+
+@pytest.mark.parametrize(
+    ("Sq", "D", "shape"),
+    [
+        (1, 16, (2, 3, 128, 32)), (128, 32, (2, 3, 128, 32)), (129, 33, (2, 3, 256, 64)), (256, 64, (2, 3, 256, 64)),
+        (257, 65, (2, 3, 384, 128)), (0, 128, (2, 3, 0, 128)), (5, 129, (2, 3, 128, 256)),
+    ],
+)  # fmt: skip
+def test_the_accumulator_of_dQ_has_room_for_whole_tiles(Sq: int, D: int, shape: tuple[int, ...]) -> None:
+    """Of 128 rows, with D rounded up to a power of two."""
+    problem = Problem(2, 3, Sq, 7, D, dtype="float16")
+    assert arguments.SCRATCH["dQ_accum"].shape(problem) == shape
+    assert arguments.SCRATCH["delta"].shape(problem) == (2, 3, Sq)
+
+
+def test_scratch_and_what_of_it_is_zeroed() -> None:
+    """In elements and bytes. A spec's own sizes replace the usual ones; memory that a problem does not need is left
+    out."""
+    kernel, tile, p = (
+        registry.get("bwd_mma"),
+        registry.get("bwd_mma").tiles[0],
+        Problem(2, 3, 5, 7, 64, dtype="float16"),
+    )
+    args = ("Q", "K", "V", "O", "LSE", "dO", "delta", "dQ", "dK", "dV", "dQ_accum", "partials", "tile_counter")
+    fields = {"args": args, "then": (), "scratch": {"partials": lambda p, t: (40, 9)}, "numbers": {}}
+    made = dataclasses.replace(kernel, **fields)
+    assert arguments.scratch_of(made, p, tile) == {"delta": (2, 3, 5), "dQ_accum": (2, 3, 128, 64), "partials": (40,)}
+    assert arguments.zeroed_of(made, p, tile) == {"dQ_accum": 4 * 2 * 3 * 128 * 64, "partials": 36}
+    masked = dataclasses.replace(p, mask=(1, 1, 5, 7))
+    assert {*arguments.scratch_of(made, masked, tile)} == {"delta", "dQ_accum", "partials", "tile_counter", "block_map"}
+    own = dataclasses.replace(made, scratch={"partials": lambda p, t: (8, 0), "dQ_accum": lambda p, t: (20, 0)})
+    assert arguments.scratch_of(own, p, tile)["dQ_accum"] == (20,)
+    assert arguments.zeroed_of(own, p, tile) == {"dQ_accum": 0, "partials": 0}
+
+
+def test_an_argument_as_text() -> None:
+    class Pair(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_float))
+
+    assert arguments.describe(Pair(3, 0.5)) == "a 3, b 0.5"
+    assert arguments.describe(ctypes.c_int32(-7)) == "-7"
+    assert arguments.describe(ctypes.c_void_p(0)) == "None"
