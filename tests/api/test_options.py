@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +18,7 @@ from project import ROOT, check_stored
 import sandbox
 from sandbox.api import options, plan, validate
 from sandbox.api.options import DEFAULT, Options, basic_options, collect, plain_options, replace
-from sandbox.core.errors import SpecError
+from sandbox.core.errors import LaunchError, SpecError
 from sandbox.core.options import ARRAYS, OPTIONS, score_structure
 from sandbox.launch import dlpack
 
@@ -80,6 +81,7 @@ def test_basic_options_are_the_constructor() -> None:
     )
     assert replace(Options(softcap=2.0), causal=True) == Options(causal=True, softcap=2.0)
     assert hash(basic_options(causal=True)) == hash(Options(causal=True))
+    assert basic_options() == plain_options(False, None) == DEFAULT
 
 
 def test_the_order_of_keyword_arguments_does_not_matter() -> None:
@@ -140,6 +142,13 @@ def test_the_structs_of_host_and_device_have_the_same_order() -> None:
 
 
 # ---- arrays that no kernel can read
+
+
+F32 = np.float32
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
 def seen(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str = "float32") -> dlpack.ArrayView:
@@ -225,6 +234,69 @@ def test_pages_whose_rows_have_one_stride(shape: tuple[int, ...], strides: tuple
     assert validate._adjacent_pages(seen(shape, strides, "float16")) == adjacent
 
 
+# ---- contents of host arrays
+
+
+def append(
+    lengths: tuple[int, ...], rows: int = 3, table: Any = ((0, 1), (2, 3)), offsets: tuple[int, ...] | None = None
+) -> None:
+    """`check_append` of caches (2, 1, 16, 8) or pages (4, 1, 16, 8)."""
+    dense = table is None
+    validate.check_append(
+        np.zeros((2, 1, rows, 8), F32) if offsets is None else np.zeros((1, 1, rows, 8), F32),
+        np.zeros((2 if dense else 4, 1, 16, 8), F32),
+        None if dense else np.array(table, np.int32),
+        int32(*lengths),
+        None if offsets is None else int32(*offsets),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: append((29, 0)), None),
+        (lambda: append((30, 0)), "key_lengths[0] is 30, and 3 new rows make 33: block_table has pages for 32 keys"),
+        (lambda: append((0, 31), rows=1), None),
+        (
+            lambda: append((0, 32), rows=1),
+            "key_lengths[1] is 32, and 1 new row makes 33: block_table has pages for 32 ",
+        ),
+        (lambda: append((99, 99), rows=0), None),
+        (lambda: append((-5, 29)), None),
+        (lambda: append((13, 13), table=None), None),
+        (
+            lambda: append((13, 14), table=None),
+            "key_lengths[1] is 14, and 3 new rows make 17: k_pages has room for 16 ",
+        ),
+        (
+            lambda: append((0, 0), table=((4, 0), (0, 0))),
+            "block_table[0, 0] is 4, a page that does not exist: k_pages has 4",
+        ),
+        (lambda: append((0, 14), table=((0, 9), (3, -1))), "block_table[1, 1] is -1, a page that does not exist"),
+        (lambda: append((13, 16), table=((3, 9), (9, 0))), None),  # only pages of new rows are read
+        (lambda: append((14, 16), table=((3, 9), (9, 0))), "block_table[0, 1] is 9"),
+        (lambda: append((30, 29), offsets=(0, 2, 3)), None),
+        (lambda: append((31, 29), offsets=(0, 2, 3)), "key_lengths[0] is 31, and 2 new rows make 33"),
+        (lambda: append((0, 0), offsets=(1, 2, 3)), "cu_seqlens[0] is 1: cu_seqlens must begin with 0"),
+        (lambda: append((0, 0), offsets=(0, 3, 2)), "cu_seqlens decreases from 3 to 2 at cu_seqlens[2]"),
+        (lambda: append((0, 0), offsets=(0, 3, 4)), "cu_seqlens[2] is 4, beyond the last row: k_new has 3 rows"),
+        (lambda: append((0, 99), offsets=(0, 3, 3)), None),
+        (lambda: append((99, 99), offsets=(0, 3)), None),  # shapes that do not fit are left to the kernel
+        (lambda: append((99, 99, 99)), None),
+        (lambda: append((99, 99), table=((0, 1),)), None),
+        (lambda: validate._check_lengths("q", int32(0, 4, 9), 5), None),
+        (
+            lambda: validate._check_lengths("q", int32(0, 4, 9), 4),
+            "sequence 1 has 5 queries, more than max_seqlen_q=4: pass max_seqlen_q=5 or more, and a bias",
+        ),
+        (lambda: validate._check_lengths("k", int32(0, 4, 4), 3), "sequence 0 has 4 keys, more than max_seqlen_k=3"),
+    ],
+)
+def test_contents_that_a_kernel_would_reject(call: Callable[[], None], message: str | None) -> None:
+    with nullcontext() if message is None else pytest.raises(LaunchError, match=f"^{re.escape(message)}"):
+        call()
+
+
 # ---- which calls are accepted
 
 
@@ -234,10 +306,6 @@ class Chosen(Exception):
 
 def arrays(*shapes: tuple[int, ...], dtype: Any = np.float16) -> list[np.ndarray]:
     return [np.zeros(shape, dtype) for shape in shapes]
-
-
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 Q4, K2 = (2, 4, 9, 16), (2, 2, 11, 16)
@@ -262,7 +330,6 @@ LAID_OUT: dict[str, Callable[[], Any]] = {  # q, k, v that are accepted or not
     "float8": lambda: arrays(Q4, K2, K2, dtype=ml_dtypes.float8_e4m3fn),
     "latent": lambda: [*arrays((2, 4, 9, 64)), k := np.zeros((2, 1, 11, 64), np.float16), k[..., :32]],
 }
-F32 = np.float32
 KEYWORDS: list[dict[str, Any]] = [
     {},
     *({"causal": causal} for causal in (True, "top-left", "left", 2, None)),
