@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from project import ROOT
@@ -79,3 +80,35 @@ def test_without_such_threads_nothing_is_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch_exit, "_device_threads", dict)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits"))
     torch_exit.wait_for_autograd()
+
+
+def test_the_state_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of autograd's own; one that ends meanwhile is left out."""
+    status = (
+        "Name:\t{}\nUmask:\t0022\nState:\tS (sleeping)\nvoluntary_ctxt_switches:\t{}\nnonvoluntary_ctxt_switches:\t3\n"
+    )
+    for number, text in (
+        ("1", status.format("pt_autograd_0", 7)),
+        ("2", status.format("python", 8)),
+        ("3", "Name:\tx"),
+    ):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "status").write_text(text)
+    (tmp_path / "4").mkdir()
+    monkeypatch.setattr(torch_exit, "_TASKS", tmp_path)
+    assert torch_exit._device_threads() == {"1": ("S", "7", "3")}
+
+
+def test_threads_must_rest_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asleep both times, and never awake meanwhile."""
+    looks = [
+        {"1": ("R", "1", "0")},
+        {"1": ("R", "1", "0")},
+        {"1": ("S", "1", "0")},
+        {"1": ("S", "2", "0")},
+        {"1": ("S", "2", "0")},
+        {},
+    ]
+    monkeypatch.setattr(torch_exit, "_device_threads", lambda: looks.pop(0))
+    torch_exit.wait_for_autograd()
+    assert looks == [{}]
