@@ -160,8 +160,9 @@ def test_every_option_counts() -> None:
         sandbox.attention_forward(q, k, v, backend="tpu")
     arrays = gradients_of({}).values()
     sandbox.attention_backward(*arrays, kernel="bwd_mma")
-    with pytest.raises(UnsupportedProblem, match="bwd_mma is not deterministic"):
+    with pytest.raises(UnsupportedProblem, match=r"bwd_mma is not deterministic: .*: choose \w+$") as caught:
         sandbox.attention_backward(*arrays, kernel="bwd_mma", deterministic=True)
+    assert registry.get(str(caught.value).split()[-1]).deterministic
     with pytest.raises(UnsupportedProblem, match="backend='tpu' is not known"):
         sandbox.attention_backward(*arrays, backend="tpu")
 

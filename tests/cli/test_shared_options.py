@@ -15,6 +15,7 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from rich.table import Table
 
 from sandbox.cli import group, options, output
 from sandbox.core import registry
@@ -304,6 +305,22 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_width_of_tables(on_terminal: bool, columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert output.screen().width == width
+
+
+@pytest.mark.parametrize("columns", [30, 200])
+def test_a_wide_table_is_printed_in_parts(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an empty line after each, and the caption once, at the end."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = Table(*(f"column {n}" for n in range(4)), caption="about it")
+    table.add_row(*(f"value {n}" for n in range(4)))
+    output.show_table(table)
+    text = capsys.readouterr().out
+    assert text.count("about it") == 1
+    assert text.rstrip().endswith("about it")
+    assert all(f"column {n}" in text and f"value {n}" in text for n in range(4))
+    assert ("\n\n" in text) == (columns == 30)
 
 
 def test_closed_streams_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
