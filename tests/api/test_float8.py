@@ -169,6 +169,30 @@ def test_the_compiler_goes_around_it() -> None:
     assert torch.equal(twice(q, k, v), 2 * sandbox.attention(q, k, v, descale=(1.0, 1.0, 1.0)))
 
 
+@pytest.mark.parametrize("function", ["attention", "attention_forward", "attention_paged"])
+def test_calls_that_pytorch_intercepts_are_refused(function: str) -> None:
+    """There is no operator for a dispatch mode to see. Recorded gradients are refused first."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    q, k, v = tensors(E4M3, E4M3, E4M3)
+    more = ()
+    if function == "attention_paged":
+        k, v = (x.new_zeros(4, 16, *x.shape[1::2]) for x in (k, v))
+        more = torch.zeros(q.shape[0], 2, dtype=torch.int32), torch.full(q.shape[:1], 20, dtype=torch.int32)
+    call = lambda q: getattr(sandbox, function)(q, k, v, *more, descale=(1.0, 1.0, 1.0))  # noqa: E731
+    call(q)
+    with Mode(), pytest.raises(UnsupportedProblem, match=r"^attention of float8 is not a PyTorch operator"):
+        call(q)
+    with Mode(), pytest.raises(UnsupportedProblem, match=r"^attention of float8 has no gradient"):
+        call(q.requires_grad_())
+    with Mode(), torch.no_grad(), pytest.raises(UnsupportedProblem, match=r"^attention of float8 is not a PyTorch op"):
+        call(q)
+
+
 def test_refusals() -> None:
     q, k, v = tensors(E4M3, E4M3, E4M3)
     one = (1, 1, 1)
