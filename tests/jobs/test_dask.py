@@ -159,7 +159,8 @@ class FakeTimer:
 def in_worker(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(distributed, "Worker", FakeWorker)
     monkeypatch.setattr(distributed.threading, "Timer", FakeTimer)
-    monkeypatch.setattr(distributed.multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    process = SimpleNamespace(daemon=True)
+    monkeypatch.setattr(distributed.multiprocessing, "current_process", lambda: process)
     FakeWorker.made = 0
     processes: dict[str, Any] = {}
     monkeypatch.setattr(distributed, "_processes", processes)
@@ -173,6 +174,7 @@ def test_a_dask_worker_keeps_a_process_for_the_jobs_of_a_pool(in_worker: dict[st
         return distributed._run_job(name, pickle.dumps((function, arguments, 3.0)))
 
     assert run("a", operator.mul, 2, 3) == 6
+    assert not distributed.multiprocessing.current_process().daemon  # which may not start processes
     worker, timer = in_worker["a"]
     assert timer.made == (60.0, distributed._end, ["a"])
     assert (timer.started, timer.daemon, timer.cancelled) == (True, True, False)

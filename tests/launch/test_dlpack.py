@@ -296,6 +296,22 @@ def test_libraries_without_autograd() -> None:
         assert same(*others) == alike
 
 
+def test_what_needs_a_gradient() -> None:
+    """A tensor that requires one, while gradients are recorded; not a number, nor an array of another library."""
+    x, leaf = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    library = dlpack.library_of(x)
+    others = x, None, 0.5, np.zeros(2)
+    assert not library.requires_grad(*others)
+    assert not library.needs_autograd(*others)
+    assert library.requires_grad(*others, leaf)
+    assert library.needs_autograd(*others, leaf)
+    with torch.no_grad():
+        assert not library.requires_grad(leaf)
+        assert not library.grad_enabled()
+    assert library.differentiates(leaf)
+    assert not library.differentiates(x)
+
+
 def test_a_lazily_negated_tensor_has_no_signature() -> None:
     library = dlpack.library_of(torch.zeros(2))
     with pytest.raises(RuntimeError, match="a lazily negated tensor has no signature"):
