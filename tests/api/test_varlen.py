@@ -107,6 +107,22 @@ def test_compiled_and_nested_tensors_agree() -> None:
         assert torch.equal(a, leaf.grad.values())
 
 
+def test_lengths_of_nested_keys_and_values() -> None:
+    """They must be equal, not the same tensor."""
+    made = lambda *lengths: torch.nested.nested_tensor(  # noqa: E731
+        [torch.ones(n, 2, 16) for n in lengths], layout=torch.jagged
+    ).transpose(1, 2)
+    q, k, v, other = made(3, 1), made(5, 2), made(5, 2), made(2, 5)
+    assert k.transpose(1, 2).offsets() is not v.transpose(1, 2).offsets()
+    out = sandbox.attention(q, k, v, kernel="fwd_minimal")
+    assert torch.equal(out.transpose(1, 2).values(), torch.ones(4, 2, 16))
+    with pytest.raises(UnsupportedProblem, match=r"^k and v are nested tensors of different lengths"):
+        sandbox.attention(q, k, other)
+    gaps = torch.nested.narrow(torch.ones(2, 5, 2, 16), 1, torch.tensor([0, 1]), torch.tensor([3, 2]), torch.jagged)
+    with pytest.raises(UnsupportedProblem, match=r"^k has gaps, or another ragged dimension: pass the transpose"):
+        sandbox.attention(q, gaps.transpose(1, 2), v)
+
+
 def test_nested_tensors_that_make_no_sense() -> None:
     dense = torch.zeros(2, 4, 5, 16)
     rows = [torch.zeros(n, 4, 16) for n in (5, 3)]
