@@ -299,6 +299,10 @@ def test_scratch_and_what_of_it_is_zeroed() -> None:
     own = dataclasses.replace(made, scratch={"partials": lambda p, t: (8, 0), "dQ_accum": lambda p, t: (20, 0)})
     assert arguments.scratch_of(own, p, tile)["dQ_accum"] == (20,)
     assert arguments.zeroed_of(own, p, tile) == {"dQ_accum": 0, "partials": 0}
+    operation = dataclasses.replace(registry.get("append_kv"), scratch={"sums": lambda p, t: (40, 9)})
+    of_operation = operation.computes.problem(operation.computes.example, "float16")
+    assert arguments.scratch_of(operation, of_operation, tile) == {"sums": (40,)}
+    assert arguments.zeroed_of(operation, of_operation, tile) == {"sums": 36}
 
 
 def test_an_argument_as_text() -> None:
