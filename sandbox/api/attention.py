@@ -92,8 +92,8 @@ def attention(
     Differentiable once for PyTorch tensors, in q, k, v, bias, sink, and through lse; an operator for torch.compile.
     Under torch.autocast q, k and v are cast as for PyTorch's own attention.
     `kernel` and `tile` apply to the forward. The kernel of the backward is selected automatically, a deterministic one
-    under torch.use_deterministic_algorithms(True). All options except bias and sink are constants to autograd: if one
-    is a tensor that requires a gradient, it raises UnsupportedProblem.
+    under torch.use_deterministic_algorithms(True). All options except bias and sink are constants to autograd: one that
+    is a tensor and requires a gradient raises UnsupportedProblem.
 
     PyTorch's jagged nested tensors, (B, H, j, D) with a length per batch entry, are a ragged batch, as in
     `attention_varlen`; out and lse are nested, too.
@@ -128,10 +128,10 @@ def attention_varlen(
 
     The options are those of `attention`; i, j, Sq and Sk are relative to a sequence, and b is its index. bias and mask
     broadcast to (B, H, max_seqlen_q, max_seqlen_k); sequence b reads the first rows and columns of bias[b] and mask[b].
-    max_seqlen_* are total_q and total_k by default; larger values are reduced to these. Without bias and mask they have
-    no effect. With a bias or mask, a sequence longer than max_seqlen_* is an error on the CPU backend. On a GPU, out,
-    lse and gradients are NaN for its queries from max_seqlen_q on; its keys from max_seqlen_k on are hidden, and their
-    gradients are NaN. With SANDBOX_CHECKED=1 it is an error on a GPU, too.
+    max_seqlen_q and max_seqlen_k are total_q and total_k by default; larger values are reduced to the defaults. Without
+    bias and mask they have no effect. With a bias or mask, a sequence longer than max_seqlen_* is an error on the CPU
+    backend. On a GPU, out, lse and gradients are NaN for its queries from max_seqlen_q on; its keys from max_seqlen_k
+    on are hidden, and their gradients are NaN. With SANDBOX_CHECKED=1 such a sequence is an error on a GPU, too.
 
     Returns out, (total_q, H, Dv), or (out, lse) with `return_lse`, lse (H, total_q) float32. Differentiable as
     `attention` is. Invalid cu_seqlens are an error on the CPU backend and with SANDBOX_CHECKED=1; otherwise the results
@@ -172,14 +172,15 @@ def attention_paged(
     in `attention_varlen`.
 
     The options are those of `attention`; Sk is key_lengths[b] ("bottom-right": the last query attends to the last valid
-    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size), where with cu_seqlens_q Sq is
-    max_seqlen_q: by default total_q, to which larger values are reduced. Without bias and mask, max_seqlen_q has no
-    effect; without cu_seqlens_q it raises UnsupportedProblem.
+    key); bias and mask broadcast to (B, H, Sq, max_pages * page_size). With cu_seqlens_q, Sq in this shape is
+    max_seqlen_q, by default total_q; larger values are reduced to total_q. Without bias and mask, max_seqlen_q has no
+    effect. Passing max_seqlen_q without cu_seqlens_q raises UnsupportedProblem.
 
     Returns out, (B, H, Sq, Dv), or (out, lse) with `return_lse`, lse (B, H, Sq) float32; with cu_seqlens_q they are
-    (total_q, H, Dv) and (H, total_q). It has no gradient. A page number out of range, a key length beyond the table and
-    invalid cu_seqlens_q are errors on the CPU backend and with SANDBOX_CHECKED=1. Otherwise a GPU clamps them to the
-    tensors: there is no out-of-bounds access, but the results are wrong. Raises the exceptions of `attention_forward`.
+    (total_q, H, Dv) and (H, total_q). There is no gradient. A page number out of range, a key length beyond the table
+    and invalid cu_seqlens_q are errors on the CPU backend and with SANDBOX_CHECKED=1. Otherwise a GPU clamps them to
+    the tensors: there is no out-of-bounds access, but the results are wrong. Raises the exceptions of
+    `attention_forward`.
     """
     check_keywords("attention_paged", options, PAGED)
     check_dimensions("q", q, "(B, H, Sq, D)" if cu_seqlens_q is None else "(total_q, H, D)")

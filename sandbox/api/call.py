@@ -254,9 +254,11 @@ _INSTEAD = {  # {what an attention kernel computes: (it in words, the public fun
 
 
 def gradient_of(kernel: Kernel) -> Kernel:
-    """The kernel of the backward. Its inputs are any of the outputs' gradients ("dy"), the inputs ("x") and the outputs
-    ("y"); its outputs are gradients of the inputs ("dx"). Raises UnsupportedProblem if the Operation names no such
-    kernel, SpecError if its inputs or outputs have other names."""
+    """The kernel of the backward of `kernel`. Each input of the backward is the gradient of an output ("dy"), an
+    input ("x") or an output ("y") of `kernel`; each output of the backward is the gradient of an input ("dx").
+
+    Raises UnsupportedProblem if the Operation names no such kernel, SpecError if inputs or outputs of the backward have
+    other names."""
     operation = operation_of(kernel)
     if not operation.gradient:
         raise UnsupportedProblem(

@@ -79,7 +79,7 @@ class ForwardKeywords(BackwardKeywords, PagedKeywords, total=False):
     the rest of the batch, on whether the row is decoded or part of a prefill or of a chunk, or on whether its keys are
     dense, ragged or in pages. They are equal on GPUs of one compute capability, with one version of this package and
     of NVRTC (docs/bits.md). With dropout, out also depends on the indices of the row. With q in float8 no kernel with
-    tensor cores supports it.
+    tensor cores supports `invariant`.
 
     kernel: a name from `python -m sandbox list`; by default the one that measurements on an H200 favour
     (docs/limits.md; `python -m sandbox list --shape …` shows the choice). tile: a Tile, {"BLOCK_M": 64, ...} or
@@ -124,7 +124,7 @@ class Options(NamedTuple):
     invariant: bool = False
     descale: tuple[float | None, ...] = ()  # of q, k, v: a number, or None for an array
     out_dtype: str = ""  # "": the default
-    # None: a dense batch. Of a ragged batch those of q and k, each None if it was not passed or is not needed.
+    # None: the batch is not ragged. Else (max_seqlen_q, max_seqlen_k), each None if it was not passed or is not needed.
     max_seqlen: tuple[int | None, int | None] | None = None
     array_names: tuple[str, ...] = ()  # names of the arrays that follow q, k, v or dout, q, k, v, out, lse
     gradients: tuple[str, ...] = ()  # results of a backward in addition to dq, dk, dv: "dbias", "dsink"
@@ -283,7 +283,7 @@ _COUNTERPARTS = {  # of keyword arguments of FlashAttention, PyTorch and our oth
     "max_seqlen_k": "attention_varlen, which takes it; with pages it follows from block_table",
     "enable_gqa": "k and v with fewer heads than q: no option is needed",
     "deterministic": "attention_backward, which takes it; with autograd torch.use_deterministic_algorithms(True)",
-    "descale": "q, k and v in float16 or bfloat16: float8 has no gradient",  # attention_backward alone does not take it
+    "descale": "q, k and v in float16 or bfloat16: float8 has no gradient",  # only attention_backward does not take it
     "return_lse": "attention, which takes it; attention_forward always returns lse",
 }  # fmt: skip
 

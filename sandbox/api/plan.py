@@ -203,10 +203,10 @@ def _plan(
 
 
 def with_packed_heads(p: Problem) -> Problem:
-    """The problem of a forward's launch. With `invariant`, one query per batch entry (dense or paged, not ragged), no
-    top-left mask, and only options of SAME_FOR_GROUP, the heads of a group become queries of one head (packed GQA), so
-    that each key is read once for all of them. Otherwise `p`: without `invariant`, kernels for decoding are chosen,
-    which pack the heads themselves."""
+    """The problem of a forward's launch. If `invariant` is set, each batch entry has one query (dense or paged, not
+    ragged), the mask is not top-left, and all options are in SAME_FOR_GROUP, then the heads of a group become queries
+    of one head (packed GQA), so that each key is read once for all of them. Otherwise the problem is `p`: without
+    `invariant`, kernels for decoding are chosen, which pack the heads themselves."""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     if not (p.invariant and p.Sq == 1 and p.group > 1 and alike) or p.ragged:
         return p

@@ -85,7 +85,7 @@ _PYTORCH = library_of(torch.empty(0))
 
 
 class _Attention(torch.autograd.Function):
-    """Without setup_context: PyTorch would inspect the signature of `forward` at each call."""
+    """Has no setup_context on purpose: with one, PyTorch would inspect the signature of `forward` at each call."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Options, Found | None, bool], *arrays: Any) -> Any:
@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Without the dispatcher, unless PyTorch has to intercept the call or the gradients may be differentiated."""
+        """Bypasses the dispatcher, unless PyTorch has to intercept the call or the gradients may be differentiated."""
         saved, names = ctx.saved_tensors, ctx.options.array_names
         arrays = (or_zeros(dout, saved[3]), *saved)
         plain = options = backward_options(ctx.options, torch.are_deterministic_algorithms_enabled())

@@ -3,7 +3,7 @@
 `scaled_dot_product_attention` and what is built on it (nested tensors, `varlen_attn`, transformers, ring attention)
 call a few operators of PyTorch, and PyTorch registers their gradients. A `Slot` overrides these operators in PyTorch's
 dispatcher: those of its flash attention, and on the CPU also the operator that PyTorch uses there instead. Calls that
-we do not support go to PyTorch's own kernel, or raise UnsupportedProblem if it has none.
+we do not support go to PyTorch's own kernel; where there is none to call, they raise UnsupportedProblem.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ def use_in_torch(
 
     kernel, tile: of the forward, by default those that `attention` selects; backward: the kernel of the backward.
     invariant: as in `attention_forward`. Unsupported problems go to PyTorch's own kernel, and the logger "sandbox"
-    reports the reason; where PyTorch has none (flash operators on the CPU, and before PyTorch 2.9) they raise
-    UnsupportedProblem. Leaving the context restores what was active before. Without `with`, `activate()` and
-    `restore()` do the same. In PyTorch 2.11 and later torch.nn.attention.activate_flash_attention_impl("sandbox") and
-    restore_flash_attention_impl() do it for the context that was created or activated last.
+    reports the reason. They raise UnsupportedProblem where PyTorch has no kernel (its flash operators for GPUs, called
+    on the CPU), and before PyTorch 2.9, where an override cannot call PyTorch's kernel. Leaving the context restores
+    what was active before. Without `with`, `activate()` and `restore()` do the same. In PyTorch 2.11 and later so do
+    torch.nn.attention.activate_flash_attention_impl("sandbox") and restore_flash_attention_impl(), for the context
+    that was created or activated last.
 
     Raises UnknownKernel, and UnsupportedProblem for a kernel that computes something else.
 
-    It applies to all threads. PyTorch itself decides which calls reach those operators: on a GPU float16 and bfloat16
-    without attn_mask, if torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU calls without dropout.
+    The context applies to all threads. PyTorch itself decides which calls reach the operators: on a GPU float16 and
+    bfloat16 without attn_mask, if torch.nn.attention.sdpa_kernel allows FLASH_ATTENTION; on the CPU calls without
+    dropout.
     """
     for name, computes in ((kernel, "forward"), (backward, "backward")):
         named(name, computes)  # raises here: in a call, UnsupportedProblem would mean that PyTorch's own kernel runs

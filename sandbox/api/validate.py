@@ -23,9 +23,10 @@ from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPT
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
-    """The problem that arrays define; `views` by their names in plans: q, k, v, …, also where the caller's name differs
-    (k_pages; see `argument_name`). Raises UnsupportedProblem naming the unsupported value, SpecError for an invalid
-    option."""
+    """The problem that arrays define. `views`: by the names that plans use, which are q, k, v, in a backward dout, out
+    and lse, and `options.array_names`. The caller's names may differ (k_pages; see `argument_name`).
+
+    Raises UnsupportedProblem naming the unsupported value, SpecError for an invalid option."""
     q, k, v = views["q"], views["k"], views["v"]
     for name in ("q", "k", "v"):
         _check_tensor(argument_name(name, views), views[name])
@@ -131,8 +132,9 @@ def _check_map(view: ArrayView, p: Problem) -> None:
         )
     if p.score.made_for is None:
         return
-    # {size: the names in the mask that make the map depend on it}. A map always depends on Sk, because its bits beyond
-    # the Sk for which it was made are 0: for Sk these are all names, of which there is at least one, "true".
+    # {size: names; if the mask uses one of them, the map depends on this size}. A map always depends on Sk, because its
+    # bits beyond the Sk for which it was made are 0. So the value for "Sk" is all names in the mask. This set is never
+    # empty: `named_by_mask` always contains "true".
     used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
@@ -203,14 +205,14 @@ def _check_tensor(name: str, view: ArrayView) -> None:
         )
 
 
-DTYPES = {name: array.dtype for name, array in ARRAYS.items() if array.dtype}  # that these arrays must have
+DTYPES = {name: array.dtype for name, array in ARRAYS.items() if array.dtype}  # {array: its only dtype}
 
 
 def _shapes(views: Mapping[str, ArrayView], sizes: Sizes, options: Options, out_dtype: str) -> dict[str, Any]:
     """The fields of a Problem for the arrays of score options.
 
-    A dimension of stride 0 that may broadcast has size 1 in the Problem. An array with a gradient keeps its full shape,
-    which the gradient has, too.
+    A dimension of stride 0 that may broadcast has size 1 in the Problem. If the call computes the gradient of the
+    bias, the bias keeps its full shape, which its gradient has, too.
     """
     whole = "dbias" in options.gradients
     found: dict[str, Any] = {}
@@ -288,7 +290,7 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
 def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
     """Raises LaunchError for contents of host arrays that the CPU backend rejects: cu_seqlens that do not match q or k,
     sequences longer than max_seqlen, pages that do not exist. The kernels check the same, but their messages name no
-    value. `arrays`: by their names in plans, as in `problem_of`; of q, k and v only the names are used."""
+    value. `arrays`: by the names that plans use, as in `problem_of`; of q, k and v only the names matter."""
     for which, name, rows in zip("qk", CU_SEQLENS, p.rows, strict=True):
         if name in arrays:
             _check_offsets(name, argument_name(which, arrays), host_array(arrays[name]), rows)

@@ -152,8 +152,9 @@ BY_NAME = "selected by name only (default=True in its spec allows automatic sele
 class Candidate:
     """A kernel considered for a problem: its tile, or the reason why it does not support the problem.
 
-    With both a tile and a reason, the kernel supports the problem, but is not selected for that reason. `spills`: the
-    reason is that it spills registers; the first such candidate is selected if all candidates have a reason.
+    With both a tile and a reason, the kernel supports the problem, and the reason says why it is not selected.
+    `spills`: the reason is that the kernel spills registers; the first such candidate is selected if all candidates
+    have a reason.
     """
 
     kernel: Kernel
@@ -189,8 +190,8 @@ def candidates(problem: Problem, computes: str, arch: Arch | None, deterministic
 
 
 def choose_kernel(problem: Problem, computes: str, arch: Arch | None, deterministic: bool = False) -> Kernel:
-    """The first of `candidates` that has a tile and no reason: the highest default rung, unless another kernel is
-    `first_for` the problem. If there is none, the first that was rejected only because it spills registers.
+    """The first of `candidates` that has a tile and no reason: the one of the highest rung, unless a kernel of a lower
+    rung is `first_for` the problem. If all have a reason, the first that was rejected only because it spills registers.
     `deterministic`: only kernels whose results are bitwise equal in every launch.
 
     With `problem.invariant`: the same among the candidates for `deciding(problem)` that are deterministic.

@@ -1,4 +1,4 @@
-"""Combines the launches of all entries that a call needs, of one kernel or several, into one launch."""
+"""Combines all entries that a call needs, of one kernel or several, into one `Launch`: a function that starts them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class EntryLaunch(NamedTuple):
 def make_launch(
     launches: Sequence[EntryLaunch], zeroed: Mapping[str, int], order: Sequence[str], device: Device
 ) -> Launch:
-    """One launch of all entries whose grid is not empty. It takes the addresses of tensors in `order`. First it zeroes
-    memory: `zeroed` has the number of bytes by tensor name."""
+    """A function that zeroes memory, then launches all entries whose grid is not empty. It takes the addresses of the
+    tensors that `order` names, in this order. `zeroed`: {name of a tensor: number of bytes}."""
     launches = [one for one in launches if all(one.grid)]
     # Earlier work on the stream is the caller's: the first entry must not overlap it, so it has no programmatic launch.
     launches[:1] = [one._replace(programmatic_launch=False) for one in launches[:1]]

@@ -69,11 +69,11 @@ def prepare(
     order: Sequence[str] = (), fast: bool = False,
 ) -> Prepared:  # fmt: skip
     """Compile (or find in the cache), load and pack. `tensors` by the names in the spec's `args`; scratch may be
-    absent. `order`: names of the tensors whose addresses `launch` takes, in this order; it must contain all that the
-    kernel uses. `fast`: as for `load`.
+    absent. `order`: names of the tensors whose addresses `launch` takes, in this order; all tensors that the kernel
+    uses must be among them. `fast`: as for `load`.
 
-    A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". If it has "dLSE", an
-    input, the gradients include the part that comes through LSE.
+    A backward also computes the gradients of bias and sink if `tensors` has "dbias" or "dsink". If `tensors` has
+    "dLSE", an input, the gradients include the part that comes through LSE.
 
     An entry whose grid is empty is not launched. Raises what `load` raises, and UnsupportedProblem for a grid that is
     too large.
@@ -102,17 +102,18 @@ def prepare(
 
 
 class Part(NamedTuple):
-    """A kernel of a launch, its tile, and the part of the problem that it computes."""
+    """A kernel that `Prepared.launch` runs, its tile, and the part of the problem that the kernel computes."""
 
     kernel: Kernel
     tile: Tile
     problem: Problem
-    overlaps: bool = False  # programmatic dependent launch: it may start before the previous kernel has ended
+    overlaps: bool = False  # programmatic dependent launch: may start before the previous kernel has ended
 
 
 def parts(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> tuple[Part, ...]:
-    """The kernels that compute `problem` in one launch: `kernel` alone; or, for a ragged batch over pages in which some
-    sequences may have few queries and others many, `kernel` and, if it supports the problem, `kernel.short_sequences`.
+    """The kernels that compute `problem` in one call of `Prepared.launch`: usually `kernel` alone. For a ragged batch
+    over pages in which some sequences may have few queries and others many, they are `kernel` and
+    `kernel.short_sequences`, if the latter supports the problem.
 
     The second kernel is launched after `kernel` and overlaps its last blocks (programmatic dependent launch): it fills
     the SMs that become idle. Each kernel finds its sequences on the device."""
@@ -128,7 +129,7 @@ def parts(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> tuple
 
 
 def scratch_of(kernel: Kernel, problem: Problem, tile: Tile, device: Device) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the scratch of a launch of `prepare`."""
+    """{name: shape} of the scratch of the kernels that `parts` returns."""
     found: dict[str, tuple[int, ...]] = {}
     for part in parts(kernel, tile, problem, device):
         found |= arguments.scratch_of(part.kernel, part.problem, part.tile)

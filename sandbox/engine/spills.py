@@ -71,8 +71,8 @@ def options_of(problem: Problem) -> frozenset[str]:
 
 def dtype_of(problem: Problem) -> str:
     """The dtype of a problem in rows. The two dtypes of 16 bits need the same number of registers, and so do the two of
-    8 bits: rows name one of each two. Float8 keys with 16-bit queries are not compiled: the rows of 16 bits are an
-    estimate."""
+    8 bits: rows name one of each pair. The sweep does not compile float8 keys with 16-bit queries: for such problems
+    the rows of 16 bits are an estimate."""
     return next(iter(FLOAT8)) if problem.float8 else "float16" if problem.itemsize == 2 else problem.dtype
 
 

@@ -35,9 +35,10 @@ class View(ctypes.Structure):
 
 
 class Launch(Protocol):
-    """Launches a prepared kernel on tensors at these addresses, in the order of its `args`, on a CUDA stream.
+    """Launches a prepared kernel on a CUDA stream, with tensors at these addresses: the order of the tensors is fixed
+    when the Launch is made.
 
-    Safe from several threads. On the CPU backend it returns when the work is done.
+    Safe from several threads. On the CPU backend the call returns when the work is done.
     """
 
     def __call__(self, pointers: tuple[int, ...], stream: int = 0) -> None: ...
