@@ -56,7 +56,7 @@ struct WorkTileConsumer : ConsumerTiles {
         : ConsumerTiles(uniform(state.scheduler.tile), uniform(threadIdx.x / 32), args.score), state(state), args(args),
           base(uniform(smem_address(state.smem))), pipe_index(uniform(state.next_pipe_index)),
           phase(state.scheduler.phase()), turn(consumer), turns_end(ping_pong_end(*this)),
-          row_keys(head, warp_row + state.g) {}
+          row_keys(head, warp_row + state.g, /*keep=*/!SCORE_MOD_OVERLAPS_PV) {}
 
     // ---- stages of Q, K and V
 

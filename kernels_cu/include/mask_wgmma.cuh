@@ -67,13 +67,13 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const H
         S[i] = head.raw(S[i], QueryRows::index(row, column, i));
 }
 
-// Keys that the thread's rows, `row` and row + 8, see. Computed once per work tile: if the ends were not opaque,
-// the compiler would compute them again for each masked tile.
+// Keys that the thread's rows, `row` and row + 8, see. keep: they are computed once per work tile; otherwise the
+// compiler computes the ends, which are not opaque, again for each masked tile, and has two registers more.
 struct RowKeyRanges {
     Range of_row[2];
-    __device__ __forceinline__ RowKeyRanges(const Head& head, int row)
+    __device__ __forceinline__ RowKeyRanges(const Head& head, int row, bool keep = true)
         : of_row{head.keys(row, row + 1), head.keys(row + 8, row + 9)} {
-        if (Head::HAS_RIGHT_BOUND) of_row[0].end = opaque(of_row[0].end), of_row[1].end = opaque(of_row[1].end);
+        if (keep && Head::HAS_RIGHT_BOUND) of_row[0].end = opaque(of_row[0].end), of_row[1].end = opaque(of_row[1].end);
     }
 };
 
