@@ -60,8 +60,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     "--sample",
     type=click.IntRange(0),
     metavar="N",
-    help=f"Number of sampled problems of the grids {', '.join(sampled_shapes.SAMPLED)}. 0: their fixed problems. "
-    f"Default: {sampled_shapes.DEFAULT_COUNT}.",
+    help=f"Number of sampled problems of the grids {', '.join(sampled_shapes.SAMPLED)}. 0: the fixed problems of "
+    f"these grids. Default: {sampled_shapes.DEFAULT_COUNT}.",
 )
 @click.option(
     "--seed",
@@ -86,9 +86,9 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     show_default=True,
     help="Other implementations to time (peers). eager: unfused PyTorch operations. Also: flex, varlen, flash-mla, "
     "none, or a Python file that defines peers, such as sandbox/bench/flash_attention_peers.py "
-    "(FlashAttention-2, -3 and -4). Of a custom operation: those of its spec.",
+    "(FlashAttention-2, -3 and -4). A custom operation has only the peers of its spec; by default all of them.",
 )
-@click.option("--backward", is_flag=True, help="Time the backward; that of peers through autograd.")
+@click.option("--backward", is_flag=True, help="Time the backward; that of the peers is timed through autograd.")
 @click.option("--against", help="Peer for the ratio column. Default: the first one with a time.")
 @click.option("--mode", type=click.Choice(list(benchmark.MODES)), default="events", show_default=True,
               help="events: single launches after an L2 flush. graph: CUDA graphs, no flush.")  # fmt: skip
@@ -128,7 +128,7 @@ def bench_(
     Prints TFLOP/s, also in percent of the speed of a matrix product in the same run, and the ratio to a peer. For
     decoding and other memory-bound problems: GB/s, also in percent of the speed of reading as many bytes (custom
     operations: of a copy). A kernel with a wrong result is not timed. Needs a GPU and PyTorch. The options from
-    --causal to --invariant need --shape: a grid has its own.
+    --causal to --invariant need --shape: the problems of a grid have their own.
     """
     if resume and not out:
         raise click.UsageError("--resume needs --out, the file with the earlier rows")

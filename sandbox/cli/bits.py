@@ -38,7 +38,7 @@ from .output import exit_status, followed, print_json, say, show_table
     default=None,
     help="--invariant: only runs with invariant=True. --default: only runs without it. With neither option: both.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Of the inputs. Default: random; it is printed.")
+@click.option("--seed", type=click.IntRange(0), help="Seed of the inputs. Default: random, printed.")
 @click.option(
     "--page",
     type=click.Path(path_type=Path, exists=True, dir_okay=False, writable=True),

@@ -24,7 +24,7 @@ from .output import print_json, say
 
 @cli.group("course")
 def course_() -> None:
-    """Find planted faults in copies of three kernels with watch, run, check and sanitize."""
+    """Exercises: find the faults planted in copies of three kernels, with watch, run, check and sanitize."""
 
 
 @course_.command("list")

@@ -23,7 +23,7 @@ def new_() -> None:
 def new_experiment(name: str, as_json: bool) -> None:
     """Create experiments/NNN_NAME.
 
-    It has a README.md and run.py, an example measurement that runs unchanged.
+    The folder has a README.md, and a run.py with an example measurement that runs unchanged.
     """
     _say(new.experiment(name), as_json)
 

@@ -152,7 +152,10 @@ def shape_option(said: str = "", *, operations: bool = True, **more: Any) -> Cal
     if operations:
         form += " For a kernel of a custom operation (not attention): the sizes of its dimensions, such as M,N."
     if "default" in more:
-        said = f"{said} Default for a custom operation: the first problem of its spec for this device."
+        said += (
+            " Default for a custom operation: on a GPU the first of `shapes` in its spec, on the CPU backend the first "
+            "of `cases`."
+        )
     return click.option("--shape", name, help=f"{form} {said.strip()}".strip(), **more)
 
 

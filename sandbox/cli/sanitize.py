@@ -30,7 +30,7 @@ from .output import exit_status, followed, print_json, say
 
 @cli.command("sanitize")
 @kernel_argument
-@shape_option("Default: small problems, with the smallest tile and with those that are chosen for large problems.")
+@shape_option("Default: small problems, with the smallest tile and with the tiles that are chosen for large problems.")
 @dtype_option
 @causal_option
 @score_options
@@ -45,8 +45,8 @@ def sanitize_(
     """Find memory and synchronisation errors, by line of the .cu.
 
     Out-of-bounds accesses, races, uninitialised reads, missing waits and barriers, results that depend on the order of
-    threads. Tools: compute-sanitizer on a GPU; on the CPU backend the host compiler's sanitizers, and checks of the
-    kernel that the emulator makes.
+    threads. Tools: compute-sanitizer on a GPU; on the CPU backend the host compiler's sanitizers and the emulator's
+    own checks.
     """
     if not shape:
         given_without("--shape", "dtype", "causal", *SCORE_NAMES)

@@ -49,8 +49,9 @@ map_option = click.option(
 @cli.command("run")
 @kernels_argument
 @shape_option(
-    "Default: for attention the four problems gpt2, causal, cross and groups; for latent attention the two problems "
-    "latent and pages; for a custom operation the problems of its spec."
+    "Default: for attention four problems: GPT-2 small without (gpt2) and with a causal mask (causal), cross-attention "
+    "(cross), grouped-query attention (groups); for latent attention two: contiguous keys (latent), keys in pages "
+    "(pages); for a custom operation the problems of its spec."
 )
 @dtype_option
 @causal_option

@@ -66,7 +66,7 @@ def _normalise_out_dtype(dtype: str, out_dtype: str) -> str:
     if not out_dtype or out_dtype == default_out_dtype(dtype):
         return ""
     if dtype not in FLOAT8 or out_dtype not in ("float32", *OF_16_BITS):
-        choice = "float32, float16 or bfloat16" if dtype in FLOAT8 else f"{dtype}, as q is"
+        choice = "float32, float16 or bfloat16" if dtype in FLOAT8 else f"{dtype}, the dtype of q"
         raise SpecError(f"out_dtype={out_dtype!r} is not supported with dtype={dtype!r}: choose {choice}")
     return out_dtype
 

@@ -44,9 +44,9 @@ BLOCK_SMEM = SM_SMEM - 1024  # and the most of one block
 INVARIANCES = {  # what may change while the bits of a row stay the same (`Kernel.invariant_to`)
     "runs": "another launch",
     "entries": "values and lengths of other batch entries",
-    "batch": "number of batch entries, and the place of the row's entry among them",
+    "batch": "number of batch entries, and the index of the entry that has the compared rows",
     "heads": "number and order of heads",
-    "queries": "other queries (chunks of a prefill, decoding)",
+    "queries": "which other queries are in the call (a chunk of the prefill, or none)",
     "allocation": "keys allocated beyond key_lengths",
     "pages": "keys in pages instead of contiguous, and the order of the pages",
     "page_size": "keys per page",

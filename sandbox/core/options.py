@@ -315,7 +315,7 @@ OPTIONS: tuple[Option, ...] = (
         ),
         flag={
             "help": "Ragged batch: for each sequence its length, or QUERIESxKEYS; 64,128x256 is two sequences. --shape "
-            "keeps all its numbers; its B and S are ignored."
+            "must still have all its numbers, but its B and S are ignored."
         },
         flag_name="lengths",
         text=_lengths_text,
@@ -348,7 +348,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="bias", macro="BIAS", level=_bias_level, gradient=True,
         array=Array("bhij", lambda rng, p: rng.standard_normal(p.bias), broadcast=True),
-        flag={"metavar": "SHAPE", "help": "Random bias of SHAPE, such as 1,H,Sq,Sk or 1,1,512,512."},
+        flag={
+            "metavar": "SHAPE",
+            "help": "Random bias of SHAPE: four numbers or names, such as 1,H,Sq,Sk or 1,1,512,512.",
+        },
         cases={
             "bias": lambda p: {"bias": (1, p.H, p.Sq, p.Sk)},
             "row bias": lambda p: {"bias": (p.B, 1, 1, p.Sk), "bias_dtype": "float32"},
@@ -359,7 +362,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         name="mask", macro="MASK", level=lambda p: 1 | _same_for_every_key(p.mask) if p.mask else 0,
         array=Array("bhij", _drawn_mask, "bool", broadcast=True),
-        flag={"metavar": "SHAPE", "help": "Random boolean mask of SHAPE, such as B,1,1,Sk."},
+        flag={"metavar": "SHAPE", "help": "Random boolean mask of SHAPE: four numbers or names, such as B,1,1,Sk."},
         cases={
             "mask": lambda p: {"mask": (p.B, 1, p.Sq, p.Sk)},
             "padding": lambda p: {"mask": (p.B, 1, 1, p.Sk)},

@@ -130,8 +130,8 @@ class Problem:
                 continue
             set_(self, name, shape := tuple(value or ()))
             if shape and not array.accepts(shape, sizes):
-                how = "have four numbers and " * array.broadcast + array.required(sizes)
-                raise SpecError(f"{name}={shape}, the shape of the array, must {how}")
+                how = "have four dimensions and " * array.broadcast + array.required(sizes)
+                raise SpecError(f"{name} has shape {shape}: it must {how}")
         own = self.dtype_of("O")
         if self.bias_dtype and (not self.bias or self.bias_dtype not in (own, "float32")):
             choice = " or ".join(dict.fromkeys(("float32", own)))

@@ -157,7 +157,8 @@ def entry_owner(name: str, computes: str = "") -> Kernel:
         near = difflib.get_close_matches(str(name), named if computes else [*owners], 1)
         hint = f"did you mean {near[0]}? " if near else ""
         skipped = "".join(f"; skipped: {error}" for error in broken.values())
-        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the kernels are {', '.join(named)}{skipped}")
+        kind = "kernels of custom operations" if computes == "operation" else f"{computes} kernels".lstrip()
+        raise UnknownKernel(f"kernel {name!r} is not known: {hint}the {kind} are {', '.join(named)}{skipped}")
     return owners[name]
 
 

@@ -434,7 +434,7 @@ def test_stored_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         except Chosen as chosen:
             lines.append(f"{name}: {chosen}")
         except Exception as error:
-            lines.append(f"{name}: {type(error).__name__}: {error}".partition(": the kernels are")[0][:400])
+            lines.append(f"{name}: {type(error).__name__}: {error}".partition(": the forward kernels are")[0][:400])
         else:
             lines.append(f"{name}: no launch")
     check_stored("calls.txt", (line.replace("\n", " ") for line in lines))

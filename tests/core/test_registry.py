@@ -75,9 +75,10 @@ def test_files_that_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_kernel_of_a_computation_lists_only_its_kernels() -> None:
-    with pytest.raises(UnknownKernel, match=r"the kernels are bwd_minimal, bwd_block2d, [^f]*$"):
+    with pytest.raises(UnknownKernel, match=r"the backward kernels are bwd_minimal, bwd_block2d, [^f]*$"):
         registry.get("zzz", "backward")
-    with pytest.raises(UnknownKernel, match=r"the kernels are append_kv, append_kv_e4m3, append_kv_e5m2$"):
+    message = r"the kernels of custom operations are append_kv, append_kv_e4m3, append_kv_e5m2$"
+    with pytest.raises(UnknownKernel, match=message):
         registry.get("zzz", "operation")
 
 
