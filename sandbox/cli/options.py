@@ -144,18 +144,17 @@ dtype_option = click.option(
 )
 
 
-def shape_option(said: str = "", *, operations: bool = True, **more: Any) -> Callable[[_F], _F]:
+def shape_option(said: str = "", *, operations: bool = True, gpu_only: bool = False, **more: Any) -> Callable[[_F], _F]:
     """The option --shape, with `said` added to its help. With `multiple=True` the argument is called `shapes`.
-    operations: whether the command accepts a custom operation (VOCABULARY.md)."""
+    operations: whether the command accepts a custom operation (VOCABULARY.md); gpu_only: whether it has no CPU
+    backend."""
     name = "shapes" if more.get("multiple") else "shape"
     form = "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv."
     if operations:
         form += " For a kernel of a custom operation (not attention): the sizes of its dimensions, such as M,N."
     if "default" in more:
-        said += (
-            " Default for a custom operation: on a GPU the first of `shapes` in its spec, on the CPU backend the first "
-            "of `cases`."
-        )
+        first = "the first of `shapes` in its spec" + ("" if gpu_only else ", on the CPU backend the first of `cases`")
+        said += f" Default for a custom operation: {first}."
     return click.option("--shape", name, help=f"{form} {said.strip()}".strip(), **more)
 
 

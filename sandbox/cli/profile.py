@@ -42,7 +42,7 @@ from .output import print_json, save_page, say, screen
 @entry_argument
 @click.option("--tool", type=click.Choice(profiler.TOOLS), default="ncu", show_default=True,
               help="ncu: Nsight Compute, metrics of one launch. nsys: Nsight Systems, a timeline.")  # fmt: skip
-@shape_option(default="1,12,4096,64", show_default=True)
+@shape_option(gpu_only=True, default="1,12,4096,64", show_default=True)
 @dtype_option
 @causal_option
 @score_options

@@ -36,7 +36,9 @@ from .output import exit_status, followed, print_json, say
 @score_options
 @tile_option("Default: with --shape chosen from the kernel's spec, otherwise see --shape.")
 @backend_option()
-@timeout_option(120.0, "Time limit in seconds for a tool's run: one problem on a GPU, one launch on the CPU backend.")
+@timeout_option(
+    120.0, "Time limit in seconds for each run of a tool. A run is one problem on a GPU, one launch on the CPU backend."
+)
 @json_option
 def sanitize_(
     kernel: str, shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,

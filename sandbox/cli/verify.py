@@ -49,9 +49,9 @@ map_option = click.option(
 @cli.command("run")
 @kernels_argument
 @shape_option(
-    "Default: for attention four problems: GPT-2 small without (gpt2) and with a causal mask (causal), cross-attention "
-    "(cross), grouped-query attention (groups); for latent attention two: contiguous keys (latent), keys in pages "
-    "(pages); for a custom operation the problems of its spec."
+    "Default: for attention the cases gpt2 (GPT-2 small, no mask), causal (the same with a causal mask), cross "
+    "(cross-attention) and groups (grouped-query attention); for latent attention the cases latent (contiguous keys) "
+    "and pages (keys in pages); for a custom operation the cases of its spec."
 )
 @dtype_option
 @causal_option

@@ -59,7 +59,9 @@ _LOOKING_BACK = {
 @tile_option()
 @backend_option()
 @timeout_option(
-    10.0, "Time limit in seconds for one run of the kernel; for large tiles under sanitizers a value below 60 means 60."
+    10.0,
+    "Time limit in seconds for one run of the kernel. Without --tile, the tiles that are chosen for large problems are "
+    "also run under sanitizers, with a limit of at least 60.",
 )
 @click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")

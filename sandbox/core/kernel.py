@@ -46,7 +46,7 @@ INVARIANCES = {  # what may change while the bits of a row stay the same (`Kerne
     "entries": "values and lengths of other batch entries",
     "batch": "number of batch entries, and the index of the entry that has the compared rows",
     "heads": "number and order of heads",
-    "queries": "which other queries are in the call (a chunk of the prefill, or none)",
+    "queries": "which other queries are in the call (those of a whole prefill, those of a chunk, or none)",
     "allocation": "keys allocated beyond key_lengths",
     "pages": "keys in pages instead of contiguous, and the order of the pages",
     "page_size": "keys per page",

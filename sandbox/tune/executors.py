@@ -183,7 +183,7 @@ def make_executor(
         return CpuExecutor(kernel)
     if not driver.available():
         raise GpuUnavailable(
-            "tune times kernels on a GPU and there is none (--backend cpu only tests the command: its times are "
+            "tune needs a GPU to time kernels, and there is none (--backend cpu only tests the command: its times are "
             "meaningless)"
         )
     return GpuExecutor(kernel, ordinals)

@@ -124,7 +124,7 @@ def test_which_executor(monkeypatch: pytest.MonkeyPatch, pools: list[Any]) -> No
     assert made._measure is executors.measure_on_gpu
     gpus(monkeypatch)
     for backend in (None, "cuda"):
-        with pytest.raises(GpuUnavailable, match="tune times kernels on a GPU and there is none"):
+        with pytest.raises(GpuUnavailable, match="tune needs a GPU to time kernels, and there is none"):
             executors.make_executor(KERNEL, backend, ())
 
 

@@ -472,7 +472,7 @@ def test_the_command_without_a_problem_or_a_gpu(monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(cli, ["tune", "fwd_minimal", "--shape", "1,1,64,64"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "sandbox: tune times kernels on a GPU and there is none (--backend cpu only tests the command: its "
+        "sandbox: tune needs a GPU to time kernels, and there is none (--backend cpu only tests the command: its "
         "times are meaningless)\n"
     )
 
