@@ -232,7 +232,8 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
 }
 
 // dQ = scale * dQ_accum. A block converts one dQ tile. Its 8 warps correspond to the 8 consumer warps of bwd_wgmma:
-// each converts the accumulators to which the consumer warps with its index have contributed, in all blocks.
+// each converts the accumulators to which the consumer warps with its index, of all blocks of bwd_wgmma, have
+// contributed.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,

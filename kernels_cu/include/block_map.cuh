@@ -102,7 +102,7 @@ __device__ __forceinline__ void element_bits(unsigned (&bits)[(KEYS + 31) / 32],
 #if BLOCK_MAP
     static_assert(KEYS % MAP_N == 0, "whole half-words");
     static_assert(!HAS_ELEMENT_BITS || WORD_KEYS % KEYS == 0,
-                  "a tile's keys are in one word of the map: element bits of others may not be written");
+                  "a tile's keys must be in one word of the map: the element bits of another are possibly unwritten");
     const int row = min(query_row, Sq - 1);
     const unsigned* const at = block_map + row / MAP_M * score.block_map.stride_i + element_bits_at(score, row % MAP_M);
     const unsigned short* const halves = reinterpret_cast<const unsigned short*>(at) + n0 / 16;

@@ -4,7 +4,7 @@
 // order.
 //
 // dKV_partials, per n_block and query head: for each 64 keys the slabs of dK, then those of dV. A slab (64 keys x 64
-// columns) is a copy of its tile in shared memory, with the swizzle.
+// columns) is a copy of the staged slab in shared memory, with the swizzle.
 #pragma once
 #include "bwd_tiles.cuh"
 #include "non_finite.cuh"
@@ -35,8 +35,8 @@ __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 }
 
 // Offset of a slab in units of 4 bytes, two elements. number: (index of the n_block in the batch) * H + query head;
-// key_offset: 0 or 64. The offset is linear in `number`: partial_index(n, Gradient::dK, 0, 0) is the distance of n
-// heads.
+// key_offset: 0 or 64. The offset is linear in `number`: partial_index(n, Gradient::dK, 0, 0) is the distance
+// between the partial results of query heads h and h + n.
 __device__ __forceinline__ long long partial_index(long long number, Gradient gradient, int key_offset, int slab) {
     const long long half = number * (BLOCK_N / 64) + key_offset / 64;
     const int first = gradient == Gradient::dV ? PARTIAL_SLABS_K : 0;

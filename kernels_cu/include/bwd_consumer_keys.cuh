@@ -95,8 +95,8 @@ struct KeyConsumer {
 
     // Waits until the dQ-store warp has read dQ of m_block i - 1, then writes dQ of m_block i to shared memory.
     __device__ __forceinline__ void stage_own_dQ(const float (&dQ)[DQ_COLS / 2], unsigned i) const {
-        // i % 2 ^ 1: the first wait returns at once. NARROW_V: consumer 0 waits for the other's dQ of i - 1 (the first
-        // wait returns at once), consumer 1 for the other's dQ of i.
+        // i % 2 ^ 1: the first wait returns at once. NARROW_V: consumer 0 waits until the other's dQ of i - 1 has been
+        // read (the first wait returns at once), consumer 1 until the other's dQ of i has been read.
         mbarrier_wait(Barriers::EmptydQ::at(base, consumer), NARROW_V ? (i + 1 + consumer) % 2 : i % 2 ^ 1);
         stage_dQ(own_dQ(base, consumer), dQ);
     }

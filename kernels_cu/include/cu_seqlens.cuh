@@ -1,8 +1,9 @@
 // Tiles of rows, and the offsets of a ragged batch, from which a block finds the rows of its tile.
 //
-// The host does not know the offsets, so the grid has as many tiles as any offsets need: the tiles of sequence b begin
-// at index cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile indices; those that it does not need are
-// invalid tiles. A block finds the sequence of its tile by binary search, or a warp by testing 32 sequences at a time.
+// The host does not know the offsets, so the grid has enough tiles for all possible offsets: the tiles of sequence b
+// begin at index cu_seqlens[b] / ROWS + b. This leaves each sequence enough tile indices; those that it does not need
+// are invalid tiles. A block finds the sequence of its tile by binary search, or a warp by testing 32 sequences at a
+// time.
 #pragma once
 
 // A tile of rows: its batch entry and its first row there.

@@ -9,7 +9,7 @@
 //   0                     tile counter, used only if DETERMINISTIC (fetch_tile_number)
 //   SEMAPHORES_INDEX      two semaphores per dQ tile, one per consumer
 //   accumulators_index    the dQ tiles (bwd_tiles.cuh), aligned to ACCUM_ALIGNMENT: an L2 line of 128 bytes or, if
-//                         consumers add themselves (BLOCK_N = 64), the 512 bytes that a warp adds at a time
+//                         the consumers themselves add dQ (BLOCK_N = 64), the 512 bytes that a warp adds at a time
 //
 // Only the tile counter and the semaphores are zeroed, because the first block stores. Without HAS_SEMAPHORES dQ_accum
 // has only the dQ tiles, which are zeroed, and all blocks add.

@@ -60,10 +60,10 @@ struct KeyRangeConsumer : WorkTileConsumer {
     }
 
     // INVARIANT: sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may
-    // contain NaN, and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (Without
-    // key_lengths TMA has filled these rows with zeros. With pages, and with key_lengths in a ragged batch, it has,
-    // too; they are cleared anyway.) Every consumer does this for itself: they write equal values, without order,
-    // which `sanitize` reports as a race.
+    // contain NaN, and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (TMA has
+    // already filled these rows with zeros if there are no key_lengths, or with pages, or in a ragged batch. With
+    // pages, and with key_lengths in a ragged batch, they are cleared nevertheless.) Every consumer does this for
+    // itself: they write equal values, without order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - (Head::HAS_BLOCK_MAP ? PV_n0 : n0(j));
         if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || first >= BLOCK_N) return;

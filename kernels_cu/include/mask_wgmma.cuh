@@ -67,8 +67,8 @@ __device__ __forceinline__ void apply_score_mod(float (&S)[BLOCK_N / 2], const H
         S[i] = head.raw(S[i], QueryRows::index(row, column, i));
 }
 
-// Keys that the thread's rows, `row` and row + 8, see. keep: they are computed once per work tile; otherwise the
-// compiler computes the ends, which are not opaque, again for each masked tile, and has two registers more.
+// Keys that the thread's rows, `row` and row + 8, see. keep: they are computed once per work tile; otherwise the ends
+// are not opaque, and the compiler computes them again for each masked tile, which frees two registers.
 struct RowKeyRanges {
     Range of_row[2];
     __device__ __forceinline__ RowKeyRanges(const Head& head, int row, bool keep = true)

@@ -36,7 +36,7 @@ constexpr bool STAGGERED =
 constexpr bool SCHEDULE_LATE = RAGGED && !STAGGERED;
 
 // The fixed ranges of keys of fwd_wgmma_invariant (key_splits.cuh), in key tiles; sandbox/core/key_splits.py has the
-// same numbers. The first SHORT_RANGES of a row are short, so that several blocks share the keys of a short row.
+// same numbers. The first SHORT_RANGES of a row are short, so that several blocks share its keys even if it sees few.
 struct KeyRange {
     static constexpr int KEYS = 1024, SHORT_RANGES = 8;
     static constexpr int SHORT = (KEYS + BLOCK_N / 2) / BLOCK_N, LONG = 2 * SHORT;
@@ -46,15 +46,15 @@ struct KeyRange {
     static __device__ __forceinline__ int begin(int range) {
         return SHORT * min(range, SHORT_RANGES) + LONG * max(range - SHORT_RANGES, 0);
     }
-    // Whether a range begins with key tile j.
+    // Whether a range begins with n_block j.
     static __device__ __forceinline__ bool begins(int j) {
         return j % SHORT == 0 && (j < FIRST_LONG || j / SHORT % 2 == 0);
     }
-    // Key tiles of the range that begins with tile j.
+    // Key tiles of the range that begins with n_block j.
     static __device__ __forceinline__ int tiles(int j) { return j < FIRST_LONG ? SHORT : LONG; }
 };
 static_assert(!(MERGE_RANGES || SPLIT_KEYS) || !(Head::HAS_LEFT_BOUND || WALK_BACKWARDS || Head::HAS_BLOCK_MAP),
-              "ranges are counted in key tiles from key 0: tile j must begin at key j * BLOCK_N");
+              "KeyRange counts key tiles from key 0: with MERGE_RANGES, key tile j of a work tile must be n_block j");
 
 constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
@@ -78,8 +78,9 @@ struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1
     __device__ __forceinline__ Range of_split(Range all) const {
         if (!SPLIT_KEYS) return all;
         if (INVARIANT) return intersection({KeyRange::begin(split), KeyRange::begin(split + 1)}, all);
-        const int count = (all.end - all.begin) / splits, more = (all.end - all.begin) % splits;  // the first `more`
-        const int begin = all.begin + split * count + min(split, more);                           // have one more
+        // The first `more` splits have count + 1 key tiles, the others `count`.
+        const int count = (all.end - all.begin) / splits, more = (all.end - all.begin) % splits;
+        const int begin = all.begin + split * count + min(split, more);
         return {begin, begin + count + (split < more)};
     }
     // The key tiles of the work tile that rows row .. row + 63 see; PACK_GQA: that any row of the head sees.

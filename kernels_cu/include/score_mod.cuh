@@ -68,8 +68,8 @@ struct Head : Mask {
     // operand is rounded, which changes the argument by at most half an ulp of this operand, 2^-12 at the limit. Above
     // the limit the error would grow, until P overflows; so there the argument is (S - m) * scale_log2.
     static constexpr float LARGE = 8192.0f;
-    // A softcap bounds |m| * scale_log2. The macro SOFTCAP is 1 if its value is at most 5000 (core/options.py), and
-    // 5000 * log2(e) = 7213 is less than LARGE.
+    // A softcap bounds |m| * scale_log2. The macro SOFTCAP is 1 if the softcap is at most 5000, and 3 if it is larger
+    // (core/options.py); 5000 * log2(e) = 7213 is less than LARGE.
     static constexpr bool BELOW_LARGE = SOFTCAP == 1 && !ALIBI && !BIAS && !Snippet::HAS_SCORE_MOD;
     // The counterpart of LARGE for |LSE| in a backward. This limit is higher, because a lower one would not make P more
     // accurate: LSE itself is rounded, by up to 2^-8 at the limit, and that changes P as much as the rounding of the

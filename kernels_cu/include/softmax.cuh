@@ -104,8 +104,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
                                            float scale_log2, const RescaleO& rescale_O) {
         if (IS_FIRST_TILE) {
             update_max(S);
-            // INVARIANT: P from differences, as raise_own_max computes it for a row whose first visible key is in a
-            // later tile: the bits are equal.
+            // INVARIANT: P from differences, as in raise_own_max, which computes P of a row whose first visible key is
+            // in a later tile: the bits of a row must not depend on which of the two computes them.
             if (INVARIANT) exponentiate_differences(P, S, scale_log2, l);
             else exponentiate(P, S, scale_log2, l);
             m_is_large = large(scale_log2);

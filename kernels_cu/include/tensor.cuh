@@ -20,8 +20,8 @@ struct DenseRows {
     static constexpr bool adjacent() {
         return true;
     }
-    // The base address of rows n0 .. n0 + ROWS - 1, if adjacent<ROWS>(): row n of these is at first_row(n0) + n *
-    // stride_s. In PagedRows the base address need not be that of row 0.
+    // If adjacent<ROWS>(): row n of the head, n0 <= n < n0 + ROWS, is at first_row(n0) + n * stride_s (n, not n - n0).
+    // In PagedRows first_row(n0) need not be the address of row 0.
     __device__ __forceinline__ T* first_row(int n0) const { return data; }
     __device__ __forceinline__ T* operator()(int row) const { return data + row * tensor.stride_s; }
 };

@@ -7,8 +7,9 @@
 #include "score_mod.cuh"
 
 // The order of work tiles. To change it, edit n_block_of_block (unless DETERMINISTIC; m_block_range.cuh calls it, too)
-// and the constructor of BwdWorkTile, the grid in bwd_wgmma.py, and which blocks exit in bwd_wgmma.cu. If
-// DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks can deadlock.
+// and the constructor of BwdWorkTile, the grid in bwd_wgmma.py, and the tests for blocks without a work tile in
+// bwd_wgmma.cu. If DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks can
+// deadlock.
 //
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
 //
