@@ -225,7 +225,8 @@ def attention_backward(
     q, k, v and the options as in `attention_forward`; out (B, H, Sq, Dv) and lse (B, H, Sq) as it returned them; dout
     (B, H, Sq, Dv), of q's dtype. A dout or out without unit stride in the last dimension (such as an expanded dout) and
     a non-contiguous lse are copied; the logger "sandbox" reports it. deterministic: use only kernels whose results are
-    bitwise equal in every call. invariant: that, and the gradients of a batch entry do not depend on other entries.
+    bitwise equal in every call. invariant: implies deterministic; in addition, the gradients of a batch entry do not
+    depend on other entries.
 
     Returns dq, dk, dv, of the shapes, dtype, library and device of q, k, v; dk and dv sum over the query heads that
     share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias and sink, and those

@@ -36,8 +36,8 @@ class _Plan(NamedTuple):
 
 
 class _Plans(dict[tuple, _Plan]):
-    """Plans by their keys, which begin with a generation of the registry: a plan that is made during a reload is not
-    found after it."""
+    """Plans by their keys. A key begins with `registry.generation()`, which each reload increments: a plan that is made
+    during a reload is not found after it."""
 
     generation = -1
 
@@ -245,7 +245,7 @@ def operation_of(kernel: Kernel) -> Operation:
     return kernel.computes
 
 
-_INSTEAD = {  # {what an attention kernel computes: (it in words, the public function)}
+_INSTEAD = {  # {what an attention kernel computes: (the same in words, the public function to use instead)}
     "forward": ("attention's forward", "attention"),
     "backward": ("attention's backward", "attention_backward"),
     "preprocess": ("a step of attention's backward", "attention_backward"),
@@ -254,8 +254,9 @@ _INSTEAD = {  # {what an attention kernel computes: (it in words, the public fun
 
 
 def gradient_of(kernel: Kernel) -> Kernel:
-    """The kernel of the backward of `kernel`. Each input of the backward is the gradient of an output ("dy"), an
-    input ("x") or an output ("y") of `kernel`; each output of the backward is the gradient of an input ("dx").
+    """The kernel of the backward of `kernel`. Each input of the backward is an input of `kernel` ("x"), an output of
+    `kernel` ("y"), or the gradient of an output ("dy"); each output of the backward is the gradient of an input of
+    `kernel` ("dx").
 
     Raises UnsupportedProblem if the Operation names no such kernel, SpecError if inputs or outputs of the backward have
     other names."""

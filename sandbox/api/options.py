@@ -365,7 +365,7 @@ _ALTERNATIVES = {  # other ways to compute the same scores, with a gradient
     "scale": "multiply q by it and pass scale=1.0",
     "alibi": "bias=-slopes[:, None, None] * abs(i + diagonal - j) instead, which has a gradient; diagonal is Sk - Sq, "
     'with key_lengths key_lengths[b] - Sq, with causal="top-left" 0',
-    "score": "what it adds as bias=, such as bias=table[:, bucket]",
+    "score": "compute what the score adds, and pass it as bias=, such as bias=table[:, bucket]",
 }
 
 

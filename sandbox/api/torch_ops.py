@@ -29,7 +29,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.normalise import normalise_causal
 from ..launch.dlpack import dense_strides, library_of
-from . import torch_exit as torch_exit  # registers itself at exit
+from . import torch_exit as torch_exit  # the import registers a function with atexit
 from .dispatch import run_backward, run_forward, scale_number
 from .options import DIFFERENTIABLE, Options, for_backward, replace
 from .torch_arguments import kernel_of, options_of, text_of_kernel_at, text_of_options, text_of_tile

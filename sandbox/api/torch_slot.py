@@ -23,7 +23,7 @@ from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.normalise import cdiv
 from ..core.tile import Tile
-from . import torch_exit as torch_exit  # registers itself at exit
+from . import torch_exit as torch_exit  # the import registers a function with atexit
 from .dispatch import MAX_PLANS, Rejection, plan_forward, run_backward, run_forward
 from .options import Options, check_int32, collect, plain_options, ragged, replace
 from .plan import named
@@ -169,9 +169,9 @@ class Slot:
     def differentiate(self, arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any, Any]:
         """dq, dk, dv of dout, q, k, v, out, lse and the arrays that `options.array_names` names.
 
-        With dropout, forward and backward must both be ours or both PyTorch's: the two drop different elements. Raises
-        UnsupportedProblem if PyTorch computed the forward, SandboxError if our forward supports the problem, but no
-        backward of ours.
+        With dropout, forward and backward must both be ours or both PyTorch's: our kernels and PyTorch's drop different
+        elements. Raises UnsupportedProblem if PyTorch computed the forward, SandboxError if our forward supports the
+        problem, but no backward of ours.
         """
         kernel, tile, invariant = self._backward
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -245,7 +245,8 @@ class Operation:
 
     @property
     def example(self) -> str:
-        """The text of a problem: the first of `shapes` and `cases`, or 1024 for each dimension."""
+        """The text of a problem: the first of `shapes`, else of `cases`, that is a list of sizes; without one, 1024 for
+        each dimension."""
         return next(filter(self._fits, (*self.shapes, *self.cases)), ",".join(["1024"] * len(self.dims)))
 
     def sized(self, sizes: Mapping[str, int], dtype: str) -> OperationProblem:

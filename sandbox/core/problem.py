@@ -277,7 +277,7 @@ class Problem:
     def one_entry(self, size: int = 0) -> Problem:
         """A dense problem of one batch entry with the same dtypes, head dimensions and score options except
         key_lengths. With a `size`, it has one head, `size` queries and `size` keys, and arrays of one element. With 0,
-        heads, Sq, Sk and the shapes of arrays stay, except for B."""
+        heads, Sq, Sk and the shapes of arrays stay, but their B becomes 1."""
         sizes = dict.fromkeys("bhij" if size else "b", 1)
         fields: dict[str, Any] = {"ragged": (), "lengths": (), "page_size": 0, "pages": 0, "key_lengths": False}
         fields |= {

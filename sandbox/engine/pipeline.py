@@ -254,7 +254,8 @@ def _compile_and_load(
     kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
 ) -> Loaded:
     names, kinds = [entry.name for entry in kernel.entries], argument_kinds(kernel)
-    score_bytes = dict(defines).get("SCORE_BYTES", 16)  # of the argument `score`; 16: Sq, Sk, diagonal, scale
+    # The size of the kernel argument `score` (struct Score in score.cuh). Without options 16: Sq, Sk, diagonal, scale.
+    score_bytes = dict(defines).get("SCORE_BYTES", 16)
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)
@@ -337,7 +338,7 @@ def compile(
 
     kernel: a kernel (its first entry point), or the name of an entry point, such as "bwd_minimal_dq". D: head
     dimension; causal: the mask; both only for attention; a custom operation (sandbox.spec.Operation) is compiled for
-    its `example`: the first of its `shapes` and `cases`, or 1024 for each dimension.
+    its `example`: the first of its `shapes`, else of its `cases`; if it has neither, 1024 for each dimension.
     dtype: of q, k and v, one of the kernel's, such as "float16" (fwd_wgmma_fp8 needs "float8_e4m3" or "float8_e5m2").
     arch: such as "sm_80"; "sm_90" means sm_90a for kernels with wgmma; default: that of the GPU, or sm_90a without one.
     Returns `.cubin`, `.ptx`, `.resources`, `.log`. Raises CompileError, ToolchainMissing, UnsupportedProblem,

@@ -1,11 +1,11 @@
 """Which tiles spill registers: tables that `compile --sweep` generates, `kernels_cu/NAME.spills.json` beside each spec.
 
 A row has an architecture, a tile, a dtype, the options that were compiled in, and {head dimension: bytes per thread of
-spill stores and loads}. A row applies to a problem if the problem has all its options (and perhaps more), and a dtype
-of as many bits; the problem's head dimension is rounded up to one that is compiled (PLAIN_WIDTHS, WIDTHS). A tile
-without a row does not spill, or was not compiled: automatic selection uses it. Register use differs slightly between
-versions of NVRTC and changes with the source, so the table affects the order in which tiles and kernels are selected,
-and excludes none.
+spill stores and loads}. A row applies to a problem that has all options of the row (and perhaps more), and whose dtype
+has as many bits as the row's; the problem's head dimension is rounded up to one that is compiled (PLAIN_WIDTHS,
+WIDTHS). A tile without a row does not spill, or was not compiled: automatic selection uses it. Register use differs
+slightly between versions of NVRTC and changes with the source, so the table affects the order in which tiles and
+kernels are selected, and excludes none.
 
 Options, in this module: the macros of a row, CAUSAL included; "without options": none but those in ALWAYS.
 """

@@ -69,7 +69,7 @@ def test_a_tensor_without_a_gradient_refuses_to_be_differentiated_by(option: str
     leaf = value.clone().requires_grad_()
     what, other = {
         "alibi": ("alibi", r"alibi\.detach\(\), or bias=-slopes"),
-        "score": ("score's tensor gain", r"gain\.detach\(\), or what it adds as bias=, such as bias=table"),
+        "score": ("score's tensor gain", r"gain\.detach\(\), or compute what the score adds, and pass it as bias="),
     }[option]
     message = f"{what} is a tensor that requires a gradient, and attention has no gradient for it: pass {other}"
 
