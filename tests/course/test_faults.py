@@ -63,12 +63,19 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hopper_plain(monkeypatch) -> Iterator[None]:
-    """Registers this kernel."""
-    monkeypatch.setenv("SANDBOX_KERNELS", str(faults.get(20).source(".cu").parent))
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A registry without kernels of $SANDBOX_KERNELS, which the test may set; later tests have their own again."""
+    monkeypatch.setenv("SANDBOX_KERNELS", "")
     registry.forget()
-    yield
+    yield monkeypatch
     monkeypatch.undo()
+    registry.forget()
+
+
+@pytest.fixture
+def hopper_plain(own_registry: pytest.MonkeyPatch) -> None:
+    """Registers this kernel."""
+    own_registry.setenv("SANDBOX_KERNELS", str(faults.get(20).source(".cu").parent))
     registry.forget()
 
 
@@ -81,8 +88,8 @@ def test_the_plain_hopper_kernel_is_correct(options: str) -> None:
 
 @pytest.mark.parametrize(("corrected", "status"), [(False, 1), (True, 0)])
 @pytest.mark.sampled(2)
-def test_a_correction_is_checked(corrected: bool, status: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SANDBOX_KERNELS", "")
+@pytest.mark.usefixtures("own_registry")
+def test_a_correction_is_checked(corrected: bool, status: int, tmp_path: Path) -> None:
     faults.start(3, tmp_path)
     file = tmp_path / "course_03.cu"
     if corrected:
@@ -93,10 +100,10 @@ def test_a_correction_is_checked(corrected: bool, status: int, tmp_path: Path, m
 
 
 @pytest.mark.complete
-def test_watch_finds_a_sample(monkeypatch) -> None:
+@pytest.mark.usefixtures("own_registry")
+def test_watch_finds_a_sample() -> None:
     """Found, and with the cause if the stored row has it. The sample depends on SANDBOX_SEED."""
     print("faults", FOUND)
-    monkeypatch.setenv("SANDBOX_KERNELS", "")
     stored = {row["number"]: row for row in course.stored()}
     cache = os.environ["SANDBOX_CACHE_DIR"]
     for row in course.measure(FOUND):
