@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from sandbox.cli import cli, compile, course, new, sanitize, watch
+from sandbox.cli import cli, compile, course, new, sanitize, verify, watch
 from sandbox.core import registry
 from sandbox.core.errors import CompileError, UnsupportedProblem
 from sandbox.core.source_line import SourceLine
@@ -19,6 +19,7 @@ from sandbox.disassembly import sweep
 from sandbox.engine import spills
 from sandbox.spec import Problem, Tile
 from sandbox.toolchain.nvrtc import Resources
+from sandbox.verify import check
 from sandbox.verify.findings import Finding
 from sandbox.verify.sanitize import Inspection
 
@@ -27,6 +28,26 @@ PROBLEM, TILE = Problem(1, 1, 8, 8, 16, dtype="float16"), Tile(BLOCK_M=32)
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(cli, arguments, env={"COLUMNS": None}, prog_name="sandbox")
+
+
+# ---- run
+
+
+@pytest.mark.parametrize("named", [(), ("fwd_minimal", "fwd_mma")])
+def test_an_unsupported_problem_has_a_line_only_if_its_kernel_is_named(
+    named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a name it has only a note."""
+    found = [
+        check.Result("fwd_minimal", "gpt2", PROBLEM, "cpu", True, TILE, error=0.0, bound=1.0, seconds=1.0),
+        check.Result("fwd_mma", "gpt2", PROBLEM, "cpu", None, message="too small"),
+    ]
+    monkeypatch.setattr(verify.checking, "run_cases", lambda *arguments: iter(found))
+    done = call("run", *named, "--backend", "cpu")
+    assert done.exit_code == 0, done.output
+    rows = [line.split()[0] for line in done.stdout.splitlines() if str(PROBLEM) in line]
+    assert rows == ["fwd_minimal", "fwd_mma"][: 2 if named else 1]
+    assert "note fwd_mma on gpt2 [cpu]: too small" in done.output
 
 
 # ---- compile
