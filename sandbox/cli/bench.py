@@ -66,8 +66,8 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
 @click.option(
     "--seed",
     type=click.IntRange(0),
-    help="Seed of sampled problems and of the inputs. Default: random with sampled problems, printed and stored in the "
-    "rows; otherwise 0.",
+    help="Seed of sampled problems and of the inputs. Default: 0; for sampled problems a random seed, which is printed "
+    "and stored in the rows.",
 )
 @shape_option("Repeatable.", multiple=True)
 @dtype_option

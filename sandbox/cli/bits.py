@@ -36,7 +36,7 @@ from .output import exit_status, followed, print_json, say, show_table
 @click.option(
     "--invariant/--default",
     default=None,
-    help="--invariant: only runs with invariant=True. --default: only runs without it. With neither option: both.",
+    help="--invariant: test only with invariant=True. --default: test only without it. With neither option: both.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Seed of the inputs. Default: random, printed.")
 @click.option(

@@ -43,7 +43,7 @@ from .output import exit_status, followed, print_json, say, screen
 @click.option("--arch", "archs", multiple=True,
               help=f"Architectures, such as sm_80,sm_90a. Repeatable. Default: {pipeline.DEFAULT_ARCH}.")  # fmt: skip
 @shape_option(
-    "Repeatable. Default: D = 64 and D = 128; for a custom operation the first small problem of its spec.",
+    "Repeatable. Default: D = 64 and D = 128; for a custom operation the first of `cases` in its spec.",
     multiple=True,
 )
 @click.option("-D", "--head-dim", "widths", default="64,128", hidden=True)  # older spelling of --shape
@@ -52,8 +52,8 @@ from .output import exit_status, followed, print_json, say, screen
 @score_options
 @tile_option("Default: every tile of the spec.")
 @click.option("--sweep", is_flag=True,
-              help="Compile the tiles of KERNEL without and with score options, and write the tiles that spill "
-                   "registers to NAME.spills.json beside the .cu. Automatic selection avoids these tiles. Takes "
+              help="Compile the tiles of KERNEL without and with score options, and write which tiles spill "
+                   "registers to KERNEL.spills.json, beside the .cu. Automatic selection avoids these tiles. Takes "
                    "minutes on 16 cores. "
                    f"Default of --arch: {','.join(sweeping.ARCHS)}.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes of --sweep. Default: one per core.")

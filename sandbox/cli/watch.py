@@ -60,8 +60,8 @@ _LOOKING_BACK = {
 @backend_option()
 @timeout_option(
     10.0,
-    "Time limit in seconds for one run of the kernel. Without --tile, the tiles that are chosen for large problems are "
-    "also run under sanitizers, with a limit of at least 60.",
+    "Time limit in seconds for one run of the kernel. On the CPU backend without --tile, the tiles that are chosen for "
+    "large problems are run under sanitizers, too: the limit of these runs is 60 seconds, or this one if it is longer.",
 )
 @click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")
