@@ -17,7 +17,7 @@
 //     (bwd_consumer_narrow_v.cuh).
 //   BLOCK_N = 64 (other HEAD_DIM > 128, and if the case above spills): a consumer owns half of the queries of P^T and
 //     dS^T, and half of the columns of dK, dV and dQ (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1
-//     dQ1 dK1 S2 ... Consumers add dQ from registers (red.global.add); if DETERMINISTIC, warps 2 and 3 give the order.
+//     dQ1 dK1 S2 ... Consumers add dQ from registers (red.global.add), ordered by warps 2 and 3 if DETERMINISTIC.
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] |
 //                  dQ if BLOCK_N = 128, P [2][BLOCK_M][BLOCK_N] if 64 |
 //                  bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
@@ -40,7 +40,7 @@
 #define bwd_wgmma_postprocess bwd_wgmma_split_group_postprocess
 #define bwd_wgmma_combine bwd_wgmma_split_group_combine
 #endif
-#define TIMELINE_BRANCH 1                // registers are few (timeline.cuh)
+#define TIMELINE_BRANCH 1                // needs fewer registers (timeline.cuh)
 #define FALLBACK_INLINE __forceinline__  // see non_finite.cuh
 #include "bwd_combine_group.cuh"
 #include "bwd_epilogue.cuh"
@@ -148,10 +148,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
-    // This block may start when all blocks of bwd_preprocess have exited; their writes are visible after
-    // griddepcontrol_wait. Before it, the block reads what earlier launches have written: the tile counter (zeroed
-    // before all entry points) and the block map (bwd_preprocess has waited for the kernel that writes it). After it:
-    // delta, work_tiles.
+    // Programmatic dependent launch: this block can start as soon as all blocks of bwd_preprocess have exited, but
+    // their writes are visible only after griddepcontrol_wait. Before griddepcontrol_wait the block reads only what
+    // earlier launches have written: the tile counter (only if DETERMINISTIC; zeroed before all entry points) and the
+    // block map (bwd_preprocess has waited for the kernel that writes it). After griddepcontrol_wait: delta,
+    // work_tiles.
     if (Head::HAS_BLOCK_MAP) {
         // With a block map the kernel is neither DETERMINISTIC nor RAGGED: blockIdx determines the work tile.
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group));
@@ -206,10 +207,10 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 }
 #endif
 
-// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp. If HAS_SEMAPHORES, clears
-// the tile counter and the semaphores, with which dQ_accum begins (dq_semaphore.cuh). Without this entry point each
-// block of bwd_wgmma would search for its own work tile, which takes 1 us. It is launched before bwd_preprocess and
-// overlaps with it.
+// Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp. If HAS_SEMAPHORES, zeroes
+// the semaphores in dQ_accum, and the tile counter before them, which a ragged batch does not use (dq_semaphore.cuh).
+// Without this entry point each block of bwd_wgmma would search for its own work tile, which takes 1 us. It is launched
+// before bwd_preprocess and overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
     int* work_tiles,  // 8 ints each
     float* dQ_accum,
@@ -231,9 +232,8 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(
 #endif
 }
 
-// dQ = scale * dQ_accum. A block converts one dQ tile. Its 8 warps correspond to the 8 consumer warps of bwd_wgmma:
-// each converts the accumulators to which the consumer warps with its index, of all blocks of bwd_wgmma, have
-// contributed.
+// dQ = scale * dQ_accum. A block converts one dQ tile. Its 8 warps correspond to the 8 consumer warps of a block of
+// bwd_wgmma: warp w converts the accumulators to which consumer warp w of each block has contributed.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,

@@ -208,9 +208,9 @@ def split_group_pays(p: Problem) -> bool:
 
     Without a right bound, or with a left bound, all work tiles are taken as equally long, and run in waves. With a
     causal mask alone they have half of that length on average, the longest start first, and the last SM ends later
-    than the average by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. Splitting adds the
-    partial results of dK and dV, which takes 4%. It is chosen if it gains at least 2% beyond these 4%, with a causal
-    mask alone at least 8% beyond them."""
+    than the average by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. With splitting, the
+    partial results of dK and dV must be summed, which takes 4%. Splitting is chosen if it gains at least 2% beyond
+    these 4%, with a causal mask alone at least 8% beyond them."""
     if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
@@ -273,7 +273,8 @@ def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
-    """Also requires a mask of ranges, from which the kernel computes the order of additions to a dQ tile."""
+    """Also requires that there is no block map: the kernel computes the order of additions to a dQ tile from ranges of
+    visible keys."""
     if p.has_block_map:
         return f"{mask_of(p)} is not supported: the order of additions to dQ is computed from ranges of visible keys"
     return supports(p, arch)

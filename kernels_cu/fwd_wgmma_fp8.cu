@@ -14,7 +14,7 @@
 //
 // Vt: wgmma of 8 bits reads both operands K-major (transpose_V.cuh). Long sums: the tensor cores accumulate O over
 // MMA_SUM_KEYS keys at a time (partial_O.cuh). Deferred rescaling: softmax_fp8.cuh.
-#define TIMELINE_BRANCH 1  // registers are few
+#define TIMELINE_BRANCH 1  // needs fewer registers (timeline.cuh)
 #define FALLBACK_INLINE __forceinline__
 #include "fp8_hopper.cuh"
 #include "fragment_fp8.cuh"

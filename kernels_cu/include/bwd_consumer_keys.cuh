@@ -82,7 +82,8 @@ struct KeyConsumer {
         if constexpr (NARROW_V) {
             // Slab `consumer` (columns 64 * consumer to 64 * consumer + 63), and the consumer's half of slab 2.
             const SmemAddr tiles = uniform(base);
-            // The descriptor's leading offset is the distance of the two. A half is 32 columns, 64 bytes per row.
+            // The descriptor's leading byte offset is the distance between that slab and that half. A half is 32
+            // columns, 64 bytes per row.
             const unsigned leading_bytes = 2 * SmemLayoutK::SLAB_BYTES - consumer * (SmemLayoutK::SLAB_BYTES - 64);
             return mma_dQ(dQ, SmemLayoutPdS::k_major(tiles + dS_at),
                           make_descriptor(tiles + K_AT + consumer * SmemLayoutK::SLAB_BYTES, leading_bytes, 1024));
@@ -179,8 +180,8 @@ struct KeyConsumer {
                                                     dV, Head::dropout_factor(block.params.score), key_offset, 0);
     }
     // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: consumer 1's dK is
-    // wider than a stage of dO and takes both of its stages (STAGES = 2). The two consumers had read these stages
-    // before the last dS was complete.
+    // wider than a stage of dO and takes both stages of dO (STAGES = 2). In all cases both consumers had read the
+    // overwritten stages before the last dS was complete, for which this consumer has waited.
     __device__ __forceinline__ SmemAddr dK_staging() const {
         if constexpr (NARROW_V) return base + (consumer ? dO_AT : Q_AT + stage_of(i) * SmemLayoutQ::BYTES);
         return base + (consumer ? dO_AT : Q_AT) + stage_of(i) * SmemLayoutQ::BYTES;

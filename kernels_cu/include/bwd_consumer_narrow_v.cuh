@@ -90,7 +90,7 @@ struct ConsumerWarpgroup : KeyConsumer {
     // Before the mainloop. Consumer 1 may skip the first m_block.
     __device__ __forceinline__ void first_step() {
         zero(dK), zero(dV);
-        warpgroup_fence_operand(dK);  // zero before the loop: otherwise ptxas serialises the wgmmas
+        warpgroup_fence_operand(dK);  // fences keep the zeros before the loop: otherwise ptxas serialises the wgmmas
         warpgroup_fence_operand(dV);
         mbarrier_wait(FullK::at(base, 0), 0);
         mbarrier_wait(FullV::at(base, 0), 0);

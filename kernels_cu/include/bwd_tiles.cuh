@@ -39,8 +39,8 @@ struct BwdParams {
         &V,                     // (B, Hk, Sk, HEAD_DIM_V)
         &dO;                    // (B, H, Sq, HEAD_DIM_V)
     const float *LSE, *delta;   // (B, H, Sq), contiguous
-    // The accumulators of dQ, after a tile counter and semaphores (dq_semaphore.cuh), a tile counter alone
-    // (bwd_wgmma_persistent) or nothing (bwd_wgmma_head, and without HAS_SEMAPHORES).
+    // The accumulators of dQ. Before them: a tile counter and semaphores (dq_semaphore.cuh); in bwd_wgmma_persistent a
+    // tile counter alone; in bwd_wgmma_head, and without HAS_SEMAPHORES, nothing.
     float* dQ_accum;
     const View<dtype>&dK,                       // (B, Hk, Sk, HEAD_DIM)
         &dV;                                    // (B, Hk, Sk, HEAD_DIM_V)
@@ -67,7 +67,7 @@ struct BwdBarriers {
     // iteration i + 1 (NARROW_V: at the end of iteration i), after wgmma_wait for dQ of i - 1, the last product that
     // reads dS of i - 1. So the barrier is the full barrier of dS i and the empty barrier of dS i - 1, and one
     // fence.proxy.async serves dS and the staged dQ. The barrier of m_block i is FulldS[i % 2] (bwd_wgmma_persistent:
-    // FulldS[(i + 1) % 2], see commit_dQ_dS).
+    // FulldS[(i + 1) % 2], see commit_dQ_dS in bwd_consumer_persistent.cuh).
     using FulldS = BarrierArray<EmptydQ::END, 2>;
     static constexpr unsigned END = FulldS::END;
 

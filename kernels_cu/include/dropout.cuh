@@ -9,10 +9,12 @@
 // clang-format off
 //   queries along rows (forward)            keys along rows (backward: S^T)
 //     word 0: row g,     keys 2q, 2q+1        element (g, 2q) has half-word g % 2 of a word that lane 4 (2q) + g / 2
-//     word 1: row g + 8, keys 2q, 2q+1        draws in the forward; (g, 2q + 1): of one of lane 4 (2q + 1) + g / 2.
-//     word 2: row g,     keys 2q+8, 2q+9      Lanes l and l ^ 4 (rows g and g ^ 1) need the same two calls: one uses
-//     word 3: row g + 8, keys 2q+8, 2q+9      all low, the other all high half-words. Each makes one call, and sends
-//                                             the other lane the half-words that this lane uses.
+//     word 1: row g + 8, keys 2q, 2q+1        draws in the forward; element (g, 2q + 1) has half-word g % 2 of a
+//     word 2: row g,     keys 2q+8, 2q+9      word that lane 4 (2q + 1) + g / 2 draws. Lanes l and l ^ 4 (rows g and
+//     word 3: row g + 8, keys 2q+8, 2q+9      g ^ 1) need the same two calls: the lane with even g uses all low
+//                                             half-words, the one with odd g all high ones. Each makes one of the
+//                                             calls, keeps the half-words that it uses, and sends the others to the
+//                                             other lane.
 // clang-format on
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own

@@ -60,9 +60,9 @@ struct KeyRangeConsumer : WorkTileConsumer {
     }
 
     // INVARIANT: sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may
-    // contain NaN, and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (TMA has
-    // already filled these rows with zeros if there are no key_lengths, or with pages, or in a ragged batch. With
-    // pages, and with key_lengths in a ragged batch, they are cleared nevertheless.) Every consumer does this for
+    // contain NaN, and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (In three
+    // cases TMA has already filled these rows with zeros: without key_lengths, with pages, and in a ragged batch. They
+    // are cleared nevertheless if there are pages, or if a ragged batch has key_lengths.) Every consumer does this for
     // itself: they write equal values, without order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - (Head::HAS_BLOCK_MAP ? PV_n0 : n0(j));
@@ -96,8 +96,8 @@ struct KeyRangeConsumer : WorkTileConsumer {
     // Whether the rows have keys before the range of the last tile.
     __device__ __forceinline__ bool has_earlier_keys() const { return last >= KeyRange::tiles(0); }
 
-    // MERGE_RANGES: m and l become those of all keys; l becomes that of the row in lane q = 0 and 0 in the other lanes,
-    // since finalize_rows adds up the four. Returns the factors for merge_O.
+    // MERGE_RANGES: m and l become those of all keys. Lane q = 0 then has l of the whole row, and the other three lanes
+    // have 0, since finalize_rows adds up l of the four lanes. Returns the factors for merge_O.
     __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState& softmax) const {
         if (!MERGE_RANGES) return {};
         sum_l(softmax);

@@ -35,13 +35,14 @@ struct QueryTileOrder {  // the query tiles of one sequence and head, sorted by 
         : tiles((extent.Sq + BLOCK_M - 1) / BLOCK_M), Sk(extent.Sk),
           diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0) {}
     static constexpr bool FIRST_BUCKET_HALVED = BUCKET >= 2 * ROWS;
-    // Number of tiles in bucket `bucket` or later; these are the last ones. Bucket -1: all tiles.
+    // Number of tiles in buckets >= `bucket` (the longer tiles), which are the last tiles of the sequence. Bucket -1:
+    // all tiles.
     __device__ __forceinline__ int tiles_from(int bucket) const {
         const int keys = bucket_begin<QueryTileOrder>(bucket);
         const int shorter_tiles = CAUSAL ? max(keys - diagonal, 0) / BLOCK_M : 0;  // which see at most `keys` keys
         return bucket < 0 ? tiles : Sk <= keys ? 0 : max(tiles - shorter_tiles, 0);
     }
-    // First tile of a bucket, given tiles_from(the next bucket) and tiles_from(this bucket).
+    // First tile of a bucket, given tiles_from(bucket + 1) and tiles_from(bucket).
     __device__ __forceinline__ int first_of_bucket(int /*from_next*/, int from_this) const { return tiles - from_this; }
     // Whether a tile is so short that the next one is drawn at once, without waiting until the block's other warps have
     // released this one (16 x 512: +1%).
@@ -65,7 +66,8 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     __device__ __forceinline__ KeyTileOrder(const Score& score, const SequenceExtent& extent)
         : tiles((extent.all_keys + BLOCK_N - 1) / BLOCK_N), Sq(extent.Sq), Sk(extent.Sk),
           diagonal(score.bottom_right ? extent.Sk - extent.Sq : 0) {}
-    // Number of tiles in bucket `bucket` or later; these are the first ones. Bucket -1: all tiles.
+    // Number of tiles in buckets >= `bucket` (the longer tiles), which are the first tiles of the sequence. Bucket -1:
+    // all tiles.
     __device__ __forceinline__ int tiles_from(int bucket) const {
         const int rows = bucket_begin<KeyTileOrder>(bucket), keys = CAUSAL ? min(Sk, max(Sq - rows + diagonal, 0)) : Sk;
         return bucket < 0 ? tiles : Sq <= rows ? 0 : (keys + BLOCK_N - 1) / BLOCK_N;
@@ -74,9 +76,9 @@ struct KeyTileOrder {  // the key tiles of one sequence and head, sorted by the 
     static __device__ __forceinline__ int longest(int Sq, int) { return Sq; }
     static __device__ __forceinline__ unsigned head_group(const Score& score, unsigned group, unsigned) {
         // heads: the number of heads whose Q and dO together fit in a third of L2. dQ_accum is in L2, too, so if
-        // HEAD_DIM > 64 and heads < 7, the group has one head: heads / 4 is 0 or 1 (16 x 512: +1.9%, random lengths up
-        // to 883: +2.7%; at D = 64: -0.7%). From heads = 7 on, the group has `heads` heads (4 x 512: +4.3% compared to
-        // heads / 2).
+        // HEAD_DIM > 64 and heads < 7, the L2 head group has one head: heads / 4 is 0 or 1 (16 x 512: +1.9%, random
+        // lengths up to 883: +2.7%; at D = 64: -0.7%). Otherwise it has `heads` heads, at least one (from heads = 7 on,
+        // 4 x 512: +4.3% compared to heads / 2). `group`: query heads per work tile.
         const unsigned heads = HEAD_GROUP_ROWS / group / (score.rows_q + 1);
         return max(HEAD_DIM > 64 && heads < 7 ? heads / 4 : heads, 1u);
     }
@@ -101,7 +103,7 @@ struct LongestFirst {
         return b0 == 0 ? lane_extent : extent(b0 + thread_index_x() % 32);
     }
 
-    // Number of tiles of all sequences in bucket `bucket` or later.
+    // Number of tiles of all sequences in buckets >= `bucket`.
     __device__ __forceinline__ int count(int bucket) const {
         int tiles = 0;
 #pragma unroll 1

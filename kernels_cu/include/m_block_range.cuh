@@ -1,10 +1,11 @@
 // The m_blocks of a backward work tile: for each of its query heads, the m_blocks to which some key of the n_block is
-// visible: those in the mask's range of query rows, without those that a block map, if there is one, hides.
+// visible. These are the m_blocks in the mask's range of query rows, except those that the block map (if there is one)
+// hides.
 #pragma once
 #include "score_mod.cuh"
 
-// The column of the block map for one n_block, in shared memory: one bit of each kind (block_map.cuh) per m_block of
-// each head of the work tile.
+// The column of the block map for one n_block, in shared memory: a some_visible and a fully_visible bit (block_map.cuh)
+// per m_block of each head of the work tile.
 struct GroupBlockMap {
     static constexpr unsigned MAP_WORDS = 128;
 

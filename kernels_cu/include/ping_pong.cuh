@@ -23,12 +23,13 @@ struct WarpSchedulerBarrier {
 };
 
 // The consumers take turns for key tiles j < ping_pong_end, except for key tile 0, or with STAGGERED the first one of
-// each consumer (first_tile_has_turn):
-//   STAGGERED: as many key tiles as the consumer with the fewest has.
-//   Four consumers (short sequences): until the first consumer has no more tiles. With a causal mask it finishes first,
-//   and the kernel is faster if it does not wait for the others: +4% at S = 512 (with two or three consumers:
-//   -2 ... +1%).
-//   Two or three consumers, or PACK_GQA, with which all consumers see the same key tiles: all key tiles.
+// each consumer (first_tile_has_turn). ping_pong_end is:
+//   STAGGERED: first_own plus the number of own key tiles of the consumer that has the fewest, so that all consumers
+//   take equally many turns.
+//   Four consumers (short sequences): the end of the first consumer's key tiles; 0 if the last consumer has no rows.
+//   With a causal mask the first consumer finishes first, and the kernel is faster if it does not wait for the others:
+//   +4% at S = 512 (with two or three consumers: -2 ... +1%).
+//   Two or three consumers, or PACK_GQA, with which all consumers see the same key tiles: UNBOUNDED, all key tiles.
 __device__ __forceinline__ int ping_pong_end(const ConsumerTiles& work_tile) {
     const Head& head = work_tile.head;
     if (STAGGERED) {

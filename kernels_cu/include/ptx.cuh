@@ -1,5 +1,7 @@
-// Wrappers of the inline PTX of warp-level kernels; others are in fp8.cuh and cluster.cuh. sandbox/cpu/include/ptx.cuh
-// has the same functions for the CPU backend. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16".
+// Wrappers of inline PTX: mma.sync, ldmatrix, cp.async, approximate functions, programmatic dependent launch and
+// others. Those of warpgroup MMA and TMA are in hopper.cuh, further ones in fp8.cuh and cluster.cuh.
+// sandbox/cpu/include/ptx.cuh has the same functions for the CPU backend. Fragment layouts: PTX ISA, "Matrix fragments
+// for mma.m16n8k16".
 // clang-format off
 //
 //   accumulator C (16 x 8)                 A (16 x 16), 2 elements per register   B (16 x 8), 2 elements per register

@@ -292,14 +292,14 @@ struct Head : Mask {
 #endif
     }
 
-    // Dropout of an element of P, or in the backward of dP.
+    // Dropout of an element of P; in the backward also of an element of dP.
     __device__ __forceinline__ float apply_dropout(float x, bool kept) const {
         return (DROPOUT && !kept ? 0.0f : x) * dropout_factor(score);
     }
 
-    // Dropout's keep masks of this lane's elements of N 16 x 16 blocks of P. The blocks are adjacent along the keys,
-    // from (i, j) on. keep_along_queries: the elements of an A operand with queries along rows (P). keep_along_keys:
-    // those of an A operand with keys along rows (P^T); all lanes of the warp call this function.
+    // Dropout's keep masks of this lane's elements of N 16 x 16 blocks of P. The blocks follow each other in the
+    // direction of the keys, from (i, j) on. keep_along_queries: for an A operand whose rows are queries (P).
+    // keep_along_keys: for one whose rows are keys (P^T); all lanes of the warp call this function.
 #if DROPOUT
     using Kept = KeepMask;
 #else

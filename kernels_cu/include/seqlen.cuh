@@ -225,8 +225,10 @@ struct SeqlenInfo {
     __device__ __forceinline__ int tma_query_batch(int b) const { return b; }
 #endif
 
-    // ---- keys: the address of key j in head h of a tensor, also as a KeyAddress; all rows of the head; a view whose
-    // row (b, h, j) is key j
+    // ---- keys
+    //
+    // key: the address of key j in head h of a tensor; key_address: its KeyAddress (without the head); rows_of_keys:
+    // all rows of the head; key_view: a view whose row (b, h, j) is key j (in a ragged batch: after offset_keys).
 
 #if PAGE_SIZE
     __device__ __forceinline__ int page(int j) const {

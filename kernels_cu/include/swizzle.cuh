@@ -55,8 +55,8 @@ struct Swizzled {
         for (int slab = 0; slab < SLABS; ++slab)
             tma_load_5d(tile + slab * SLAB_BYTES, map, slab * SLAB_COLUMNS, s, h, b, barrier);
     }
-    // Loads one box of each slab, of as many rows as the map's box, from a column on. The barrier must already expect
-    // its bytes, for example as `extra_tx_bytes` of an earlier load.
+    // Loads one box of each slab, of as many rows as the map's box. Slab 0 begins at column `column` of the tensor. The
+    // barrier must already expect the bytes, for example as `extra_tx_bytes` of an earlier load.
     static __device__ __forceinline__ void load_part(SmemAddr tile, const TensorMap& map, int column, int s, int h,
                                                      int b, SmemAddr barrier) {
 #pragma unroll

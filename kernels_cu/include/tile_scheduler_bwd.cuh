@@ -6,10 +6,10 @@
 #include "m_block_range.cuh"
 #include "score_mod.cuh"
 
-// The order of work tiles. To change it, edit n_block_of_block (unless DETERMINISTIC; m_block_range.cuh calls it, too)
-// and the constructor of BwdWorkTile, the grid in bwd_wgmma.py, and the tests for blocks without a work tile in
-// bwd_wgmma.cu. If DETERMINISTIC, semaphore_target must count the work tiles in the same order: otherwise blocks can
-// deadlock.
+// The order of work tiles. To change it, edit the constructor of BwdWorkTile and, unless DETERMINISTIC,
+// n_block_of_block (m_block_range.cuh calls it as well); the grid in bwd_wgmma.py; and the conditions in bwd_wgmma.cu
+// under which a block has no work tile. If DETERMINISTIC, semaphore_target must count the work tiles in the same order:
+// otherwise blocks can deadlock.
 //
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
 //

@@ -6,9 +6,10 @@
 constexpr int WARPGROUP_ROWS = 64;  // query rows of a consumer warpgroup: M of wgmma
 constexpr int WARP_ROWS = 16;       // of these, a warp has 16
 
-// A work tile: query rows (in the backward with KeyTileOrder of longest_first.cuh: key rows) from row0 on of head h()
-// of batch entry b; invalid if b < 0. batch_head: the index of the head in LSE, over all batch entries; in a ragged
-// batch, whose tensors have one batch entry, it is the head, in the backward the work head.
+// A work tile: query rows of head h() of batch entry b, the first of which is row0; invalid if b < 0. With KeyTileOrder
+// (longest_first.cuh), in the backward, they are key rows. batch_head: the index of the head in LSE, over all batch
+// entries. The tensors of a ragged batch have one batch entry: there batch_head is the index of the head, h(), or with
+// KeyTileOrder that of the work head (BwdWorkTile::work_head).
 //
 // SPLIT_KEYS: only the keys of range `split` of `splits` (key_splits.cuh).
 // PACK_GQA (packed GQA): rows of several query heads of a group, which share their keys. The rows of each head fill
