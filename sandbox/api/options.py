@@ -94,11 +94,11 @@ FORWARD, BACKWARD, PAGED = (
 _PASSED_THROUGH = frozenset(("kernel", "tile", "backend"))  # stored in `Options` as they are passed
 _VALIDATORS = {option.name: option.check for option in OPTIONS if option.check}
 FIELD_OPTIONS = tuple(_VALIDATORS)  # fields of `Options` that become fields of `Problem` as they are
-# In a ragged batch their last two dimensions are max_seqlen of q and of k.
+# Arrays whose last two dimensions, in a ragged batch, are max_seqlen_q and max_seqlen_k (or 1).
 _BIAS_AND_MASK = frozenset(name for name, array in ARRAYS.items() if array.broadcast)
 DIFFERENTIABLE = tuple(option.name for option in OPTIONS if option.gradient)
 DESCALE = ("descale_q", "descale_k", "descale_v")  # names of the elements of `descale`, if they are arrays
-# Of a ragged batch: they follow the arrays of the options; with pages only the first one.
+# The arrays of a ragged batch, after those of the options. With paged keys there is only cu_seqlens_q.
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 BLOCK_TABLE = "block_table"  # of a paged batch: the last array
 

@@ -203,10 +203,11 @@ def _plan(
 
 
 def with_packed_heads(p: Problem) -> Problem:
-    """The problem of a forward's launch. If `invariant` is set, each batch entry has one query (dense or paged, not
-    ragged), the mask is not top-left, and all options are in SAME_FOR_GROUP, then the heads of a group become queries
-    of one head (packed GQA), so that each key is read once for all of them. Otherwise the problem is `p`: without
-    `invariant`, kernels for decoding are chosen, which pack the heads themselves."""
+    """The problem of a forward's launch. The query heads of a group become queries of one head (packed GQA), so that
+    each key is read once for all of them, if all of the following hold: `invariant` is set; the batch is not ragged and
+    has one query per entry; a group has several query heads; `causal` is not "top-left"; all options are in
+    SAME_FOR_GROUP. Otherwise the problem is `p`. (Without `invariant`, kernels for decoding are chosen, which pack the
+    heads themselves.)"""
     alike = p.options <= SAME_FOR_GROUP and p.causal != "top-left"
     if not (p.invariant and p.Sq == 1 and p.group > 1 and alike) or p.ragged:
         return p

@@ -4,7 +4,8 @@
 options. The backward also takes deterministic and dlse.
 The scored operators, "sandbox::scored_attention_forward" and "sandbox::scored_attention_backward", have in addition an
 argument for each option with a gradient, a list of all other tensors, and a JSON string with their names and with all
-other options; the backward also `wanted`, the names of the options whose gradients to compute.
+other options; the backward also has `wanted`, a string with the names of the options' gradients to compute, such as
+"dbias dsink".
 
 All have gradients; that of a backward raises UnsupportedProblem. All have fake implementations, which return tensors
 with the right shapes and strides without computing. The first two have rules for torch.func.vmap, which merge the

@@ -305,7 +305,7 @@ def _flash_forward(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Tensors are (B, S, heads, D), of a ragged batch (rows, heads, D); causal is bottom-right."""
+    """Tensors are (B, S, heads, D), or (rows, heads, D) for a ragged batch; causal is bottom-right."""
     _reject("block_table", block_table is not None)
     window, state = _window(window_size_left, window_size_right), _state(q) if dropout_p else None
     options, more = _options(

@@ -23,8 +23,8 @@ from .options import BLOCK_TABLE, CU_SEQLENS, DESCALE, DIFFERENTIABLE, FIELD_OPT
 
 
 def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
-    """The problem that arrays define. `views`: by the names that plans use, which are q, k, v, in a backward dout, out
-    and lse, and `options.array_names`. The caller's names may differ (k_pages; see `argument_name`).
+    """The problem that arrays define. `views`: by the names that plans use: q, k, v and `options.array_names`; in a
+    backward also dout, out and lse. The caller's names may differ (k_pages; see `argument_name`).
 
     Raises UnsupportedProblem naming the unsupported value, SpecError for an invalid option."""
     q, k, v = views["q"], views["k"], views["v"]
@@ -133,8 +133,8 @@ def _check_map(view: ArrayView, p: Problem) -> None:
     if p.score.made_for is None:
         return
     # {size: names; if the mask uses one of them, the map depends on this size}. A map always depends on Sk, because its
-    # bits beyond the Sk for which it was made are 0. So the value for "Sk" is all names in the mask. This set is never
-    # empty: `named_by_mask` always contains "true".
+    # bits beyond the Sk for which it was made are 0. So the set for "Sk" is `named` itself: `names & named` is then
+    # never empty, as `named_by_mask` contains "true" even if the mask has no names.
     used_by = {"B": {"b"}, "H": {"h"}, "Sq": {"i", "Sq"}, "Sk": named}
     for (size, names), made, own in zip(used_by.items(), p.score.made_for, (p.B, p.H, p.Sq, p.Sk), strict=True):
         if made != own and names & named:
@@ -290,7 +290,7 @@ def unreadable(views: Mapping[str, ArrayView], p: Problem) -> list[str]:
 def check_contents(p: Problem, arrays: Mapping[str, Any]) -> None:
     """Raises LaunchError for contents of host arrays that the CPU backend rejects: cu_seqlens that do not match q or k,
     sequences longer than max_seqlen, pages that do not exist. The kernels check the same, but their messages name no
-    value. `arrays`: by the names that plans use, as in `problem_of`; of q, k and v only the names matter."""
+    value. `arrays`: by the names that plans use, as in `problem_of`; q, k and v are not read."""
     for which, name, rows in zip("qk", CU_SEQLENS, p.rows, strict=True):
         if name in arrays:
             _check_offsets(name, argument_name(which, arrays), host_array(arrays[name]), rows)

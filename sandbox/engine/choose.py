@@ -128,13 +128,13 @@ _SIZE = 4096  # queries and keys of the problem for a choice that must not depen
 
 
 def deciding(problem: Problem, computes: object) -> Problem:
-    """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With it: a
-    dense problem of one batch entry with the same dtypes, head dimensions and score options except key_lengths, so that
-    the choice does not depend on the batch. For the backward of a dense `problem`, it also keeps H, Hk, Sq, Sk and the
-    shapes of a bias and a mask, whose B becomes 1; for a forward, and for the backward of a ragged batch, it has one
-    head, and `_SIZE` queries and keys. The tile of a forward is chosen for `problem` itself:
-    `Kernel.why_tile_unsupported` rejects tiles in which the numbers that affect the bits of a row differ from those of
-    `Kernel.invariant_tile`."""
+    """The problem that determines the kernel, and in a backward the tile. Without `invariant`: `problem`. With
+    `invariant`, so that the choice does not depend on the batch: a dense problem of one batch entry that has the same
+    dtypes, head dimensions and score options except key_lengths. If `problem` is the dense problem of a backward, the
+    result also has its H, Hk, Sq and Sk, and the shapes of its bias and mask with B = 1. For a forward, and for the
+    backward of a ragged batch, the result has one head, and `_SIZE` queries and keys. The tile of a forward is chosen
+    for `problem` itself: `Kernel.why_tile_unsupported` rejects tiles in which the numbers that affect the bits of a row
+    differ from those of `Kernel.invariant_tile`."""
     if not problem.invariant or computes not in ("forward", "backward"):
         return problem
     if computes == "forward" or problem.ragged:

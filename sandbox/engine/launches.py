@@ -27,7 +27,7 @@ class EntryLaunch(NamedTuple):
 
     @property
     def launch_config(self) -> tuple[Any, ...]:
-        """The arguments of the function's `launcher` and `call`: from the grid on."""
+        """The arguments of the function's `launcher` and `call`: the fields of this tuple from `grid` on."""
         return self[2:]
 
 

@@ -318,7 +318,7 @@ def arch_name(kernel: Kernel, arch: Arch) -> str:
 
 
 def target_of(kernel: Kernel, arch: str | None = None) -> str:
-    """The compile target of `kernel` for `arch`, such as "sm_90", to which the kernel's suffix is added if it has none.
+    """The compile target of `kernel` for `arch`. If `arch` has no suffix, such as "sm_90", the kernel's is added.
     None: this machine's GPU, or sm_90a without a GPU. Raises UnsupportedProblem for an unknown architecture."""
     if arch is None:
         return arch_name(kernel, driver.device().arch) if driver.available() else DEFAULT_ARCH
