@@ -140,7 +140,7 @@ class Operation:
 
     `shapes`: problems of `run`, `bench` and other commands without --shape, on a GPU. `cases`: small problems of
     `check`, and of `run` and `watch` on the CPU backend. Both have defaults. `isolate`: {name: f(arrays)}: special
-    inputs for `check` that isolate a fault; f changes the random inputs, arrays by name, in place.
+    inputs for `check` that isolate a fault; f receives the random inputs by name and changes the arrays in place.
     `peers`: {name: f(torch, *inputs)}: the same operation in PyTorch, timed by `bench`. `gradient`: the name of the
     kernel of its backward, see docs/custom-operations.md. `name`: by default that of its first kernel.
 
