@@ -106,6 +106,7 @@ class Option:
         check: Callable[[str, Any], Any] | None = None,
         gradient: bool = False,
         diagonal: bool = False,  # whether its effect on a score depends on Problem.diagonal
+        same_for_group: bool = False,  # whether it depends neither on the query head nor on the query row
         flag: Mapping[str, Any] | None = None,  # arguments of click.option; None: no flag
         flag_name: str = "",  # if it is not `name`
         cases: Mapping[str, Callable[[Problem], dict[str, Any]]] | None = None,  # test cases of `check`
@@ -114,7 +115,7 @@ class Option:
     ):
         self.name, self.macro, self.level = name, macro, level
         self.numbers, self.tensors, self.array, self.check, self.gradient = numbers, tensors, array, check, gradient
-        self.diagonal = diagonal
+        self.diagonal, self.same_for_group = diagonal, same_for_group
         self.flag, self.flag_name, self.cases, self.timed, self.text = flag or {}, flag_name, cases or {}, timed, text
 
     def tensors_of(self, p: Problem) -> Iterator[ScoreTensor]:
@@ -288,7 +289,7 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     Option(
-        name="softcap", macro="SOFTCAP", level=_softcap_level, check=_softcap,
+        name="softcap", macro="SOFTCAP", level=_softcap_level, check=_softcap, same_for_group=True,
         numbers=(Number("softcap", _FLOAT, lambda p: p.softcap),),
         flag={"type": float, "default": 0.0, "help": "Replace scores x by SOFTCAP * tanh(x / SOFTCAP). Default: off."},
         cases={"softcap": lambda p: {"softcap": 2.0}},
@@ -321,7 +322,7 @@ OPTIONS: tuple[Option, ...] = (
         text=_lengths_text,
     ),
     Option(
-        name="key_lengths", macro="KEY_LENGTHS", level=lambda p: p.key_lengths,
+        name="key_lengths", macro="KEY_LENGTHS", level=lambda p: p.key_lengths, same_for_group=True,
         array=Array("b", _drawn_lengths, "int32", shape_is_field=False),
         flag={"is_flag": True, "help": "Random number of valid keys per batch entry."},
         cases={"key_lengths": lambda p: {"key_lengths": True}},
@@ -329,7 +330,7 @@ OPTIONS: tuple[Option, ...] = (
         text=lambda p: "key_lengths" if p.key_lengths else "",
     ),
     Option(
-        name="page_size", macro="PAGE_SIZE", level=lambda p: p.page_size,
+        name="page_size", macro="PAGE_SIZE", level=lambda p: p.page_size, same_for_group=True,
         numbers=(Number("pages", _INT, lambda p: p.pages),),
         tensors=lambda p: _tensor("block_table", (p.B, p.Sk // p.page_size) if p.page_size else (), "bi"),
         flag={
@@ -400,7 +401,7 @@ OPTIONS: tuple[Option, ...] = (
         tensors=lambda p: _tensor("block_map", p.block_map if p.has_block_map else (), "bhi"),
     ),
     Option(
-        name="invariant", macro="INVARIANT", level=lambda p: p.invariant, check=_flag,
+        name="invariant", macro="INVARIANT", level=lambda p: p.invariant, check=_flag, same_for_group=True,
         flag={
             "is_flag": True,
             "help": "Request invariant=True: the bits of a row of O depend only on its q, keys, values, and the "
@@ -420,9 +421,9 @@ ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 # Options that read memory for each score: arrays whose elements depend on a query or a key, and a user's own tensors.
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
 DIAGONAL = frozenset(option.name for option in OPTIONS if option.diagonal)
-# Options that depend neither on the query head nor on the query row: with no others, the query heads of a group can
-# share a tile (packed GQA: `with_packed_heads` in api/plan.py for one query, packed_gqa.py for up to 128).
-SAME_FOR_GROUP = frozenset(("invariant", "softcap", "key_lengths", "page_size"))
+# With no other options, the query heads of a group can share a tile (packed GQA: `with_packed_heads` in api/plan.py for
+# one query, packed_gqa.py for up to 128).
+SAME_FOR_GROUP = frozenset(option.name for option in OPTIONS if option.same_for_group)
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 _FIRST = (  # stored results have texts in this order
     "window", "softcap", "alibi", "bias", "mask", "sink", "key_lengths", "ragged", "page_size", "kv_dtype", "descale",

@@ -79,11 +79,12 @@ def test_each_option_survives_an_operator() -> None:
 
     table, bias = torch.zeros(9), torch.zeros(4, 9, 13)
     score = sandbox.Score("x + t(i)", tensors={"t": table})
-    given = Options(
-        causal=True, scale=0.5, kernel="fwd_minimal", tile="BLOCK_M=32,BLOCK_N=16", backend="cpu", deterministic=True,
-        window=(3, None), softcap=2.0, score=score.described, dropout=0.25, invariant=True, descale=(0.5, 1.0, None),
-        out_dtype="float32", max_seqlen=(9, None), array_names=("bias", "score.t"), gradients=("dbias",),
-    )  # fmt: skip
+    given = Options(**dict.fromkeys(Options._fields, 0.5) | {  # further options are numbers
+        "causal": True, "kernel": "fwd_minimal", "tile": "BLOCK_M=32,BLOCK_N=16", "backend": "cpu",
+        "deterministic": True, "window": (3, None), "score": score.described, "invariant": True,
+        "descale": (0.5, 1.0, None), "out_dtype": "float32", "max_seqlen": (9, None),
+        "array_names": ("bias", "score.t"), "gradients": ("dbias",),
+    })  # fmt: skip
     assert all(getattr(given, name) != getattr(DEFAULT, name) for name in Options._fields)
     *differentiable, others, text = torch_ops.spread_options(given, (bias, table))
     found, arrays = torch_arguments.options_of(differentiable, others, text)
