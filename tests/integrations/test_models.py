@@ -136,7 +136,7 @@ def test_compiled_checkpointed_and_distributed(ours: str, tmp_path: Path) -> Non
             torch.distributed.destroy_process_group()
 
 
-def row_by_row(forward: Any) -> Any:
+def in_single_rows(forward: Any) -> Any:
     """`forward` of a module, called for each token: matrix products and norms then have bits that do not depend on the
     number of tokens."""
 
@@ -163,7 +163,7 @@ def test_a_llama_decodes_with_the_bits_of_its_prefill(monkeypatch: pytest.Monkey
     model = model.to(DEVICE, torch.bfloat16).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) or type(module).__name__ == "LlamaRMSNorm":
-            monkeypatch.setattr(module, "forward", row_by_row(module.forward))
+            monkeypatch.setattr(module, "forward", in_single_rows(module.forward))
     layers, tokens = CONFIGS["Llama"]().num_hidden_layers, inputs("Llama", torch.bfloat16)["input_ids"][:1]
     with torch.no_grad():
         model(tokens, use_cache=False)

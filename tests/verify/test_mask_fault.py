@@ -27,10 +27,10 @@ def drawn(p: Problem) -> dict[str, np.ndarray]:
 
 
 def explained(
-    p: Problem, shift: int | None, name: str = "O", spoilt: int = 0, inputs: dict[str, Any] | None = None,
+    p: Problem, shift: int | None, name: str = "O", more_wrong: int = 0, inputs: dict[str, Any] | None = None,
     **options: Any,
 ) -> str:  # fmt: skip
-    """What is said about head (1, 2) if the mask is `shift` keys off; `spoilt` rows are wrong in another way, too."""
+    """What is said about head (1, 2) if the mask is `shift` keys off; the first `more_wrong` rows are wrong in another way, too."""
     given = drawn(p) | (inputs or {})
     q, k, v = (given[x] for x in "QKV")
     rows, keys = np.arange(p.Sq)[:, None], np.arange(p.Sk)
@@ -45,7 +45,7 @@ def explained(
     got = attention(q, k, v, scale=p.scale, mask=seen & own, **options)[name == "LSE"]
     right = attention(q, k, v, scale=p.scale, causal=p.causal, **options, **({} if own is True else {"mask": own}))
     ref = right[name == "LSE"]
-    got[1, 2, :spoilt] += 1
+    got[1, 2, :more_wrong] += 1
     bad = ~(abs(got - ref) <= BOUND)
     assert bad[1, 2].any()
     with np.errstate(all="ignore"):
@@ -73,11 +73,11 @@ def test_which_mask(causal: Causal, shift: int | None, said: str, name: str) -> 
     assert explained(dataclasses.replace(P, causal=causal), shift, name) == said
 
 
-@pytest.mark.parametrize(("spoilt", "said"), [(4, ONE_MORE), (5, "")])
-def test_three_of_four_rows_must_match(spoilt: int, said: str) -> None:
+@pytest.mark.parametrize(("more_wrong", "said"), [(4, ONE_MORE), (5, "")])
+def test_three_of_four_rows_must_match(more_wrong: int, said: str) -> None:
     """Of 16 wrong rows, here all but the last."""
     p = dataclasses.replace(P, Sq=17, Sk=25)
-    assert explained(p, 1, spoilt=spoilt) == said
+    assert explained(p, 1, more_wrong=more_wrong) == said
 
 
 def test_rows_of_a_long_problem_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
