@@ -208,7 +208,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 #endif
 
 // Writes the work tiles of a ragged batch, longest first (longest_first.cuh), one per warp. If HAS_SEMAPHORES, zeroes
-// the semaphores in dQ_accum, and the tile counter before them, which a ragged batch does not use (dq_semaphore.cuh).
+// the semaphores in dQ_accum (and the tile counter before them, not used in a ragged batch; dq_semaphore.cuh).
 // Without this entry point each block of bwd_wgmma would search for its own work tile, which takes 1 us. It is launched
 // before bwd_preprocess and overlaps with it.
 extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_scheduler(

@@ -207,10 +207,10 @@ def split_group_pays(p: Problem) -> bool:
     (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
 
     Without a right bound, or with a left bound, all work tiles are taken as equally long, and run in waves. With a
-    causal mask alone they have half of that length on average, the longest start first, and the last SM ends later
-    than the average by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. With splitting, the
-    partial results of dK and dV must be summed, which takes 4%. Splitting is chosen if it gains at least 2% beyond
-    these 4%, with a causal mask alone at least 8% beyond them."""
+    causal mask alone the average work tile is half as long as the longest one, the longest start first, and the last SM
+    ends later than the average SM, by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. With
+    splitting, the partial results of dK and dV must be summed, which takes 4%. Splitting is chosen if it gains at least
+    2% beyond these 4%, with a causal mask alone at least 8% beyond them."""
     if p.group == 1 or p.has_block_map:
         return False
     key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64

@@ -13,9 +13,9 @@
 // keys of a row at once instead of a byte per key.
 //
 // Rows 2k and 2k + 1 of the map are a pair. Element bits of 64 queries x 512 keys are written only if the mask hides
-// some of these elements, and leaves some of the pair's (128 queries x the same keys) visible. The pair counts, not the
-// 64 queries alone, because a work tile also reads the bits of 64 hidden rows if others of its rows see a key. The rows
-// of a work tile must therefore be in one pair.
+// some of these elements, and leaves some of the pair's (128 queries x the same keys) visible. The second
+// condition is about the pair, not the 64 queries alone, because a work tile also reads the bits of 64 hidden rows if
+// others of its rows see a key. The rows of a work tile must therefore be in one pair.
 //
 // A kernel with HAS_BLOCK_MAP skips tiles without a visible score, and does not mask fully visible tiles. Tiles are
 // multiples of MAP_N keys.

@@ -26,7 +26,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         dOPipeline::wait(base, i);
         TIMELINE(S);  // S again: this step issues the wgmmas of S^T and, here, those of dP^T
         mma_SdP_own_keys<HEAD_DIM_V>(dP, V_AT, dO_at);
-        if (!FIRST) commit_dQ_dS(i > 1, i - 1);  // dQ of i - 2: not before the third iteration
+        if (!FIRST) commit_dQ_dS(i > 1, i - 1);  // dS of i - 1; dQ of i - 2 exists from i = 2 on
 
         // Dropout and mask bits do not depend on S and are computed while the wgmmas run.
         const Head current_head(block.params.score, block.b, block.first_head() + head);
@@ -73,7 +73,8 @@ struct ConsumerWarpgroup : KeyConsumer {
         ++i;
     }
 
-    // The first m_block. If consumer 1 skips it, it takes no turn: its first turn follows consumer 0's first one.
+    // The first m_block. If consumer 1 skips it, consumer 1 takes no turn for it: its first turn, in a
+    // later bwd_step, follows consumer 0's first one.
     __device__ __forceinline__ void first_step() {
         mbarrier_wait(FullK::at(base, 0), 0);
         if (consumer == 1) named_barrier_arrive(other_turn, BOTH_CONSUMERS);  // consumer 0 starts

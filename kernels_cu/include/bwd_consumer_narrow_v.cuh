@@ -24,8 +24,8 @@ struct ConsumerWarpgroup : KeyConsumer {
     __device__ __forceinline__ void bwd_step() {
         const bool has_previous = i > 0;
         const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
-        // Without a previous m_block, dQ is computed from any tile and not used: a branch around wgmmas, or a separate
-        // first iteration, would serialise them.
+        // Without a previous m_block, dQ is computed from K in place of dS, and not used: a branch around wgmmas, or a
+        // separate first iteration, would serialise them.
         const unsigned dQ_from = has_previous ? previous_dS_at : K_AT;
         const float* const stats = stats_of(stage, 0);
         TIMELINE(wait_Q);

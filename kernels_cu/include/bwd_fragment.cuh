@@ -108,7 +108,7 @@ struct FragmentMask {
         unsigned rows[2][1] = {};
 #pragma unroll
         for (int i = 0; i < M / 32; ++i) head.element_bits<16>(rows[i], first_query + 32 * i + lane, warp_key);
-        // k = 0, 1, 4, 5, 8 ...: row k / 4 * 8 + k % 2, and the row 32 after it.
+        // k = 0, 1, 4, 5, 8 ...: row k / 4 * 8 + k % 2, and the row that is 32 rows below.
 #pragma unroll
         for (int k = 0; k < 16; k += k % 4 ? 3 : 1) {
             const unsigned from = k / 4 * 8 + k % 2 + lane % 4 * 2;

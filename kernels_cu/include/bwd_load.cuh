@@ -4,8 +4,8 @@
 #include "load_tile.cuh"
 
 // By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory. A lane copies every
-// 16th row; `from`, `to` and `rows` (the number of valid rows) start at its first one. A large LSE becomes NaN, so that
-// non_finite.cuh computes the gradients of its row.
+// 16th row: `from` and `to` point to its first row, and `rows` is the number of valid rows from that row on. A large
+// LSE becomes NaN, so that non_finite.cuh computes the gradients of its row.
 __device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE) {
     float x[BLOCK_M / 16];  // all loads are issued before the first store
 #pragma unroll
@@ -46,8 +46,8 @@ __device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, Smem
 
 // By a warp: loads LSE and delta of an m_block by cp.async, which needs no registers, for bwd_wgmma_persistent: there
 // the code that ptxas generates waits for each plain load before it issues the next. The caller acquires the stage and
-// arrives on its full barrier. A lane copies every 32nd row to stats[2][BLOCK_M]; LSE, delta, `to` (byte offset in
-// shared memory) and `rows` (the number of valid rows) start at its first one.
+// arrives on its full barrier. A lane copies every 32nd row to stats[2][BLOCK_M]; LSE, delta and `to` (byte offset in
+// shared memory) point to its first row, and `rows` is the number of valid rows from that row on.
 __device__ __forceinline__ void load_LSE_and_delta_async(char* smem, unsigned to, const float* LSE, const float* delta,
                                                          int rows) {
     const SmemAddr base = smem_address(smem);

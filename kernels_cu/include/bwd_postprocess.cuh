@@ -52,7 +52,7 @@ __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const 
 // two steps, so that the loads of several fragments can overlap.
 template <int COLUMNS, int CHUNK_STRIDE>
 struct dQFragment {
-    // An item is 8 columns of two rows; adjacent lanes have adjacent columns. 8 pairs of rows have COLUMNS items.
+    // An item is 8 columns of two rows; adjacent lanes have adjacent columns. 8 pairs of rows have 8 * CHUNKS items.
     static constexpr int CHUNKS = COLUMNS / 8, ALL_ITEMS = 8 * CHUNKS,
                          ITEMS = (ALL_ITEMS + 31) / 32;  // ITEMS: per lane
     float accum[ITEMS][2][8];

@@ -10,9 +10,9 @@
 // Both consumers work on the same 64 keys; each owns half of the columns of dK, dV and dQ.
 constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;
 constexpr bool BIAS_TILES = BIAS_HAS_TENSOR_MAP;  // the bias has a tensor map
-// Whether the mask is applied to P, not to S: with a score modification that has a derivative. Reason: with a mask of
-// S, ptxas packs the derivatives to 16 bits after the mask's branch. S and 32-bit derivatives are then live at the same
-// time, and registers spill.
+// Whether the mask is applied to P instead of S: true with a score modification whose derivative is not 1. Reason: with
+// a mask of S, ptxas packs the derivatives to 16 bits after the mask's branch. S and 32-bit derivatives are then live
+// at the same time, and registers spill.
 constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
 // Whether n0, the block's first key, is kept in a register. Otherwise n0 is computed from blockIdx on each use, to save
 // the register. RAGGED, DETERMINISTIC: blockIdx does not determine n0. DROPOUT: with the computation, registers spill.
@@ -89,7 +89,7 @@ struct BwdBlock {
     const BwdParams& params;
     const SmemAddr base;  // of smem
     const BwdWorkTile& work_tile;
-    const Head& head0;  // first query head of the work tile (of its group, unless SPLIT_GROUP)
+    const Head& head0;  // first query head of the work tile; SPLIT_GROUP: the only one
     const MBlocks& m_blocks;
     const int work_head;  // of work_tile
     const int b, heads_per_work_tile, H;

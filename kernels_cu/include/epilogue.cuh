@@ -16,7 +16,7 @@ __device__ __forceinline__ float normalized(float o, float O_scale) {
 }
 
 // O's buffer for CONSUMERS warpgroups. A slab is 64 columns of a tile (swizzle.cuh). If all or half of O's slabs fit at
-// byte AT, behind all other tiles, O has a buffer of its own, so that the next Q can load during the store. Otherwise O
+// byte AT, after all other tiles, O has a buffer of its own, so that the next Q can load during the store. Otherwise O
 // reuses Q's buffer, at byte 0.
 template <class Outputs, class Queries, int CONSUMERS, unsigned AT>
 struct OutputBuffer {

@@ -13,8 +13,8 @@
 constexpr bool EARLY_K_RELEASE = CONSUMERS != 3 && !Head::HAS_BLOCK_MAP && !BIAS_TILES;
 // Modify and mask scores while P V of the previous key tile is computed: up to +30% with a bias, +5% with ALiBi, +15%
 // with SOFTCAP, +9% with a score_mod; without a modification up to 2% slower. Not in variants whose registers would
-// spill (SCORE_MOD_SPILLS; two with ALiBi spill 12 and 80 bytes nevertheless: fwd_wgmma.spills.json), nor with SOFTCAP
-// where it is up to 5% slower: for D > 128, and with a tanh of several instructions (float16) for D > 96.
+// spill (SCORE_MOD_SPILLS; it lacks two with ALiBi, which spill 12 and 80 bytes: fwd_wgmma.spills.json), nor
+// with SOFTCAP where it is up to 5% slower: for D > 128, and with a tanh of several instructions (float16) for D > 96.
 constexpr int MAX_SOFTCAP_COLUMNS = expression::TANH_IS_ONE_INSTRUCTION ? 128 : 96;
 constexpr bool SCORE_MOD_SPILLS = (SOFTCAP && Head::HAS_BLOCK_MAP) || (CAUSAL && CONSUMERS == 3 && BLOCK_N == 96);
 constexpr bool SCORE_MOD_OVERLAPS_PV = Head::HAS_SCORE_MOD && !SCORE_MOD_SPILLS &&

@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned uniform(unsigned x) {
     return y;
 }
 
-// A lane's address, computed at this point: the compiler moves it neither behind a wait nor into branches.
+// A lane's address, computed at this point: the compiler moves it neither past a wait nor into branches.
 __device__ __forceinline__ float* pin_address(float* address) {
     const unsigned long long whole = reinterpret_cast<unsigned long long>(address);
     const unsigned low = __shfl_sync(0xffffffffu, static_cast<unsigned>(whole), threadIdx.x % 32);

@@ -4,7 +4,7 @@
 // - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and several work tiles share
 //   the keys of the same rows (key_splits.cuh).
 // - fwd_wgmma_invariant: as fwd_wgmma_split, but the keys are divided into fixed ranges (KeyRange), and the sums of a
-//   row begin anew with each range; the rows of V behind the last key are cleared, and only rows that are not finite
+//   row start again with each range; the rows of V after the last key are cleared, and only rows that are not finite
 //   are recomputed. Differences in other files: only rows that need it raise m (softmax.cuh), -0 in O becomes 0
 //   (epilogue.cuh), and LSE is computed by an explicit fmaf (score_mod.cuh).
 #pragma once
@@ -21,8 +21,8 @@ __device__ __forceinline__ unsigned key_splits(const Arguments& args) {
 #endif
 }
 
-// KEY_SPLITS: loads 16 rows of Q for each warp of one consumer, those of its head (PACK_GQA); used by one
-// thread. Q_map has boxes of 16 rows.
+// KEY_SPLITS: loads Q for one consumer, 16 rows for each of its warps: with PACK_GQA the warps may have rows of
+// different heads. Used by one thread. Q_map has boxes of 16 rows.
 __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& args, const WorkTile& work_tile,
                                                const SeqlenInfo& sequence, int b, int consumer) {
     const SmemAddr Q_smem = base + consumer * Queries::BYTES, full = FullQ::at(base, consumer);
@@ -59,11 +59,11 @@ struct KeyRangeConsumer : WorkTileConsumer {
         release_V(j);
     }
 
-    // INVARIANT: sets the rows of V behind the last valid key to 0. P is 0 there, but with key_lengths the memory may
-    // contain NaN, and 0 * NaN = NaN would make the fallback compute all rows, with other rounding. (In three
-    // cases TMA has already filled these rows with zeros: without key_lengths, with pages, and in a ragged batch. They
-    // are cleared nevertheless if there are pages, or if a ragged batch has key_lengths.) Every consumer does this for
-    // itself: they write equal values, without order, which `sanitize` reports as a race.
+    // INVARIANT: sets the rows of V after the last valid key to 0. P is 0 there, but the memory may contain NaN, and 0
+    // * NaN = NaN would make the fallback compute all rows, with other rounding. Needed only in a dense batch with
+    // key_lengths and without pages; also done with pages, and in a ragged batch with key_lengths, where TMA has
+    // already filled these rows with zeros. Every consumer does this for itself: they write equal values, without
+    // order, which `sanitize` reports as a race.
     __device__ __forceinline__ void clear_invalid_V(int j) {
         const int first = head.Sk - (Head::HAS_BLOCK_MAP ? PV_n0 : n0(j));
         if (!INVARIANT || !(KEY_LENGTHS || PAGE_SIZE) || first >= BLOCK_N) return;

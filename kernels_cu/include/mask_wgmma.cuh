@@ -79,7 +79,8 @@ struct RowKeyRanges {
 
 // Sets masked scores to -INF. row: the thread's first one; n0: first key of the tile; fully_visible_keys: those that
 // all rows of the warp see by lengths, causality and window; mask_allows_all: whether the mask tensor and mask_mod hide
-// nothing in the tile. The tile needs no mask if both say so. element_bits: used with HAS_ELEMENT_BITS.
+// nothing in the tile. The tile needs no mask if all of its keys are in fully_visible_keys and
+// mask_allows_all. element_bits: used with HAS_ELEMENT_BITS.
 __device__ __forceinline__ void apply_mask(float (&S)[BLOCK_N / 2], const Head& head, int row, int n0, int q,
                                            const RowKeyRanges& row_keys, Range fully_visible_keys, bool mask_allows_all,
                                            ElementBits element_bits) {

@@ -10,10 +10,10 @@
 // BIAS     1: O's dtype, 2: fp32; + 4: the same for every key; + 8: tiles can be loaded by TMA
 // MASK     1; + 4: the same for every key
 // INVARIANT  1: the bits of a row must not depend on the other rows of its warp, nor on where its tile begins
-// KEY_SPLITS  1: O, m and l of a row are computed per range of keys and merged; several blocks may compute the ranges
-//             of a row (key_splits.cuh)
-// MERGE_RANGES  1: a block merges the ranges of keys of its rows; SPLIT_KEYS 1: a work tile has one of them; both 0:
-//               there is one range
+// KEY_SPLITS  1: compiled as fwd_wgmma_split or fwd_wgmma_invariant, in which a row may have several ranges of keys
+//             (key_splits.cuh). The next two macros say whether it has
+// MERGE_RANGES  1: a block computes the ranges of its rows one after the other and merges them; SPLIT_KEYS 1: a work
+//               tile has one range, and another entry point merges; both 0: every row has one range
 // PACK_GQA  1: the rows of a work tile may belong to several query heads of a group (work_tile.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
 // BLOCK_MAP  1: two bits per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)

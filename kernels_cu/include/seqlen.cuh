@@ -97,7 +97,7 @@ struct SequenceExtent {
 };
 #endif
 
-// A key's address: its row of a batch entry, or of a page, of K and V. The keys of a page are in consecutive rows.
+// A key's address in K and V: a batch entry or page, and the row in it. The keys of a page are in consecutive rows.
 struct KeyAddress {
     int batch_or_page;
     long long row;

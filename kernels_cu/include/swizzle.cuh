@@ -12,9 +12,9 @@
 //
 // A wgmma step covers 16 indices of the reduction dimension (PTX's K). `stride` and `leading` are the stride and
 // leading byte offsets of the descriptor. K-major (Q and K in Q K^T: columns are the reduction dimension): a step is 16
-// columns, 32 bytes of each row, and `stride` = 1024 bytes is the distance of the next 8 rows. MN-major (V in P V: rows
-// are the reduction dimension): a step is 16 rows, 2048 bytes, `stride` = 1024 bytes is the distance of the next 8
-// rows, and `leading` that of the next slab.
+// columns, 32 bytes of each row, and `stride` = 1024 bytes is the distance to the next 8 rows. MN-major (V in P V: rows
+// are the reduction dimension): a step is 16 rows, 2048 bytes, `stride` = 1024 bytes is the distance to the next 8
+// rows, and `leading` that to the next slab.
 #pragma once
 #include <hopper.cuh>  // angle brackets: the CPU backend has its own
 

@@ -131,8 +131,8 @@ __device__ __forceinline__ void store_floats(SmemAddr to, float x0, float x1, fl
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
 
-// A lane's part of add_fragment (ptx.cuh): adds its four floats to global memory, or stores them there, at an address
-// `to` that each lane passes.
+// A lane's part of add_fragment (ptx.cuh): adds four floats to those at `to` in global memory; each lane has an address
+// of its own. store_floats: stores them there.
 __device__ __forceinline__ void add_floats(float* to, const float (&x)[4]) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                  : "memory");
