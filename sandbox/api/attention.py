@@ -44,7 +44,7 @@ def attention_forward(
     bfloat16 with k and v in float8. float8 has no gradient. Any strides with a unit stride in D. NumPy, CuPy, PyTorch
     or other DLPack arrays, all of one library and on one device. Latent attention (forward only): v may be a view of
     the first Dv columns of k. Then the limits are D <= 576 and Dv <= 512 in float16 and bfloat16, on Hopper GPUs and
-    the CPU backend; for D > 256 the kernel reads the memory that k and v share once for both.
+    the CPU backend; for D > 256 the kernel reads the memory shared by k and v only once.
     causal: False; True or "bottom-right": query i attends to keys j <= i + Sk - Sq; "top-left": j <= i.
     scale: 1/sqrt(D) by default; an array of one element is converted to a float.
 
@@ -205,7 +205,8 @@ def attention_paged(
 
 def _attend_pages(arrays: tuple[Any, ...], options: Options) -> tuple[Any, Any]:
     """(out, lse) of q, pages of k and v, and the arrays that `options.array_names` names."""
-    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):  # true also if PyTorch has to intercept
+    # needs_autograd is also true if PyTorch has to intercept the call
+    if not library_of(arrays[0]).needs_autograd(*arrays, options.scale):
         return run_forward(arrays, options)
     if options.descale:
         from . import torch_ops

@@ -35,7 +35,7 @@ class Route(NamedTuple):
     same_signature: Callable[..., bool]  # whether arrays and dispatch modes are as when this route was stored
     pointer: Callable[[Any], int]
     plan: Plan
-    requires_grad: bool  # whether an array does: then autograd calls the plan, if gradients are recorded
+    requires_grad: bool  # of an array: the plan then runs in an autograd.Function, if gradients are recorded
     latent: bool  # whether k and v have one address: the plan may read v from k
 
 
@@ -75,7 +75,7 @@ class PlanCache(dict[tuple, "Plan"]):
         if same_signature := library.same_signature(*arrays):
             requires_grad = any(getattr(array, "requires_grad", False) for array in arrays)
             if requires_grad and which == "forward" and any(x.requires_grad for _, x in constants(options, arrays)):
-                return  # `attention` must reject this call while gradients are recorded
+                return  # with a route, `attention` would not reject such a call while gradients are recorded
             routes = self.routes[which]
             if len(routes) >= MAX_PLANS:
                 routes.clear()
@@ -179,7 +179,7 @@ def scale_number(scale: Any) -> float:
 def _make_plan(which: str, key: tuple | None, arrays: tuple[Any, ...], options: Options) -> tuple[Plan, Sequence[int]]:
     """A plan for arrays of this kind, stored under `key` if there is one, and their addresses. For an unsupported
     problem, a Rejection is stored."""
-    from . import plan as planning  # imports all that compiles and launches
+    from . import plan as planning  # imports the modules that compile and launch
 
     plans = _plans  # the current ones: a reload in the meantime discards this plan, too
     try:

@@ -32,7 +32,7 @@ _TENSORS = {  # {name in plans: name in the specs}; others have the same name in
 }  # fmt: skip
 
 
-# {array: the dtypes that it may have, as text}, of arrays that cannot have all dtypes of q
+# {array: the dtypes that it may have, as text}, for arrays that do not accept every dtype that q may have
 _DTYPES = DTYPES | dict.fromkeys((*DESCALE, "lse", "dlse"), "float32") | {
     "bias": "float32, or the dtype of out", BLOCK_TABLE: "int32",
     BLOCK_MAP: "the int32 array that sandbox.block_map returns",

@@ -213,7 +213,7 @@ def _scored_backward(
     sink: Tensor | None, tensors: list[Tensor], text: str, causal: str, scale: float | None, kernel: str | None,
     tile: str, backend: str | None, deterministic: bool, wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, dbias, dsink; of the last two, one that `wanted` does not name is empty."""
+    """dq, dk, dv, dbias, dsink; dbias and dsink are empty tensors unless `wanted` names them."""
     options, more = options_of((bias, sink), tensors, text)
     options = replace(options, **_options_of(causal, scale, kernel, tile, backend, deterministic))
     results = tuple(wanted.split())

@@ -67,7 +67,7 @@ from .output import exit_status, followed, print_json, save_page, say, screen, s
     "--seed",
     type=click.IntRange(0),
     help="Seed of sampled problems and of the inputs. Default: 0; for sampled problems a random seed, which is printed "
-    "and stored in the rows.",
+    "and stored with the results.",
 )
 @shape_option("Repeatable.", multiple=True)
 @dtype_option

@@ -52,7 +52,8 @@ def bits_(
     """Test which changes leave rows of the results bitwise equal.
 
     Runs each kernel of attention on random inputs, then again with one thing changed, and compares, bit by bit, the
-    rows that both runs have in common. Shows the first difference. Fails if a guarantee of a spec does not hold.
+    rows that both runs have in common. Shows the first difference. Fails if rows differ that the
+    kernel's spec guarantees to be equal (`list --guarantees`).
     """
     device, seed = checking.pick_device(backend), secrets.randbits(31) if seed is None else seed
     if page:

@@ -52,10 +52,10 @@ from .output import exit_status, followed, print_json, say, screen
 @score_options
 @tile_option("Default: every tile of the spec.")
 @click.option("--sweep", is_flag=True,
-              help="Compile the tiles of KERNEL without and with score options, and write which tiles spill "
-                   "registers to KERNEL.spills.json, beside the .cu. Automatic selection avoids these tiles. Takes "
-                   "minutes on 16 cores. "
-                   f"Default of --arch: {','.join(sweeping.ARCHS)}.")  # fmt: skip
+              help="Compile the tiles of KERNEL without and with score options. Write to "
+                   "KERNEL.spills.json, beside the .cu, which of them spill registers. Automatic selection avoids "
+                   "these tiles. Takes minutes on 16 cores. "
+                   f"Without --arch: {','.join(sweeping.ARCHS)}.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes of --sweep. Default: one per core.")
 @json_option
 def compile_(

@@ -34,7 +34,7 @@ from .output import exit_status, followed, print_json, say
 @dtype_option
 @causal_option
 @score_options
-@tile_option("Default with --shape: chosen from the kernel's spec; without --shape: see there.")
+@tile_option("Default with --shape: chosen from the kernel's spec; without --shape: those of the default of --shape.")
 @backend_option()
 @timeout_option(
     120.0, "Time limit in seconds for each run of a tool. A run is one problem on a GPU, one launch on the CPU backend."

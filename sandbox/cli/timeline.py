@@ -45,7 +45,7 @@ from .output import exit_status, print_json, save_page, say, screen
 @click.option("--blocks", metavar="N,N…", help="Numbers of the thread blocks to show, at most four. "
               "Default: four blocks, evenly spread over the grid.")  # fmt: skip
 @click.option(
-    "--between", metavar="A,B", help="First and last tick to plot. Default: from 0 until a warp has 160 steps."
+    "--between", metavar="A,B", help="First and last tick to plot. Default: from 0 until the first warp has 160 steps."
 )
 @click.option("--plot", "prefix", type=OutputPath(), metavar="PREFIX", help="Plot to PREFIX.png and PREFIX.svg.")
 @click.option("--trace", "trace_file", type=OutputPath(dir_okay=False), metavar="FILE",
@@ -63,8 +63,8 @@ def timeline_(
 ) -> None:  # fmt: skip
     """Show the steps of each warp over time.
 
-    A step begins at a mark TIMELINE(name) in the kernel. Only this command compiles the marks in. Ticks are
-    cycles on a GPU; on the CPU backend they show the order of the threads, not time.
+    A step begins at a mark TIMELINE(name) in the kernel. Only this command compiles the marks in. Times are
+    in ticks: cycles on a GPU; on the CPU backend ticks show the order of the threads, not time.
     """
     if (kernel is None) == (shown is None):
         raise click.UsageError("give either a KERNEL to record, or --show FILE")

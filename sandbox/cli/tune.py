@@ -61,7 +61,7 @@ def tune_(
     Candidates come from the spec's search space. They are compiled in parallel; those that spill are dropped; the rest
     are checked and timed by successive halving. `attention` uses the best tile for similar problems (same head
     dimension, dtype and causal, and the same sizes when rounded up to powers of two) on the same GPU model until the
-    kernel's source changes. An interrupted search resumes. --backend cpu only tests this command: its times are
+    kernel's source changes. An interrupted search resumes. Use --backend cpu only to test this command: its times are
     meaningless.
 
     --dask tcp://HOST:8786 is the scheduler of a Dask cluster. Its workers (dask cuda worker) have one GPU each and the

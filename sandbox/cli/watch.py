@@ -61,13 +61,17 @@ _LOOKING_BACK = {
 @timeout_option(
     10.0,
     "Time limit in seconds for one run of the kernel. On the CPU backend without --tile, the tiles that are chosen for "
-    "large problems are run under sanitizers, too: the limit of these runs is 60 seconds, or this one if it is longer.",
+    "large problems are also run under sanitizers, each for at most 60 seconds, or this limit if it is longer.",
 )
 @click.option("--once", is_flag=True, help="Measure the current version once and exit.")
 @click.option("--history", is_flag=True, help="List the stored versions.")
-@click.option("--show", type=int, metavar="N", help="Print version N.")
+@click.option("--show", type=int, metavar="N", help="Print the source files of version N.")
 @click.option(
-    "--diff", "old", type=int, metavar="N [M]", help="Differences from version N to M, or to the current files."
+    "--diff",
+    "old",
+    type=int,
+    metavar="N [M]",
+    help="Differences of the source files from version N to M, or to the current files.",
 )
 @click.option("--restore", type=int, metavar="N", help="Restore the .cu and its spec from version N.")
 @click.argument("new", type=int, required=False, metavar="")
@@ -82,7 +86,7 @@ def watch_(
 
     On every save of the .cu, its spec or a header: compile, verify, time, and compare with earlier versions; on the CPU
     backend also sanitize. The options from --dtype to --invariant need --shape: the default problems have their own.
-    --json prints one line per version; --html writes the history.
+    --json prints one line per version. --html only writes the stored versions to a page; it measures nothing.
     """
     chosen = registry.get(kernel)
     if new is not None and old is None:

@@ -229,8 +229,8 @@ def _source_fingerprint(kernel: Kernel, folders: tuple[Path, ...]) -> str | None
 
 
 # Compile errors, with the fingerprint of the source before the compile. The command `check` requests one variant many
-# times; only an edited source is compiled again, including one that was edited during the compile. Each time a new
-# exception is raised: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
+# times; only an edited source is compiled again, including one that was edited during the compile. A new exception is
+# raised each time: a stored one would keep its traceback, and with it the arrays of every caller on the stack.
 _Variant = tuple[Kernel, tuple[tuple[str, int], ...], tuple[Path, ...], Device, bool]
 _compile_errors: dict[_Variant, tuple[str | None, Callable[[], CompileError]]] = {}
 
@@ -254,7 +254,7 @@ def _compile_and_load(
     kernel: Kernel, defines: tuple[tuple[str, int], ...], folders: tuple[Path, ...], device: Device, fast: bool
 ) -> Loaded:
     names, kinds = [entry.name for entry in kernel.entries], argument_kinds(kernel)
-    # The size of the kernel argument `score` (struct Score in score.cuh). Without options 16: Sq, Sk, diagonal, scale.
+    # The size of the kernel argument `score` (struct Score in score.cuh); 16 bytes without options.
     score_bytes = dict(defines).get("SCORE_BYTES", 16)
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded

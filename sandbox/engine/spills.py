@@ -30,9 +30,9 @@ PLAIN_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # head dimens
 WIDTHS = (64, 96, 128, 192, 256)  # and with options
 _LAST_WITH_OPTIONS = (9, 0)  # later architectures are compiled without options
 CPU = _LAST_WITH_OPTIONS  # the CPU backend uses the tiles of this architecture
-# The bits of a macro's value that matter here. These do not: the dtype of a bias, whether SOFTCAP is above 5000, the
-# page size, the value of Dv. 0 keeps only that the macro is defined: "PAGE_SIZE=0" in a row is any page size. BIAS & 4:
-# broadcast along the keys; BIAS & 8: TMA can copy tiles of the bias (`_bias_level` in core/options.py).
+# The bits of a macro's value that matter here. What does not matter: the dtype of a bias, whether SOFTCAP is above
+# 5000, the page size, the value of Dv. 0 keeps only that the macro is defined: "PAGE_SIZE=0" in a row is any page size.
+# BIAS & 4: broadcast along the keys; BIAS & 8: TMA can copy tiles of the bias (`_bias_level` in core/options.py).
 _BITS = {"BIAS": 12, "SOFTCAP": 1, "PAGE_SIZE": 0, "HEAD_DIM_V": 0}
 _SUMS = {"WINDOW", "DESCALE"}  # each bit of the value adds code: a row has an option for each, such as "WINDOW=2"
 _IGNORED = (

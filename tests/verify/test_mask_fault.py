@@ -30,7 +30,7 @@ def explained(
     p: Problem, shift: int | None, name: str = "O", more_wrong: int = 0, inputs: dict[str, Any] | None = None,
     **options: Any,
 ) -> str:  # fmt: skip
-    """What is said about head (1, 2) if the mask is `shift` keys off; the first `more_wrong` rows are wrong in another way, too."""
+    """What is said about head (1, 2) if the mask is `shift` keys off; `more_wrong` rows are wrong in another way."""
     given = drawn(p) | (inputs or {})
     q, k, v = (given[x] for x in "QKV")
     rows, keys = np.arange(p.Sq)[:, None], np.arange(p.Sk)
