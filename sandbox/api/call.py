@@ -24,7 +24,7 @@ from ..launch.arguments import scratch_of
 from ..launch.dlpack import HOST, ArrayView, Device, Library, UnsupportedDtype, dense_strides, library_of
 from .dispatch import ALIGNED, MAX_PLANS, NO_KEY
 from .options import check_dimensions, check_int32, tile_in_key
-from .plan import launch_device, one_library
+from .plan import launch_device, naming, one_library
 from .validate import check_append
 
 _Run = Callable[[tuple[Any, ...], Sequence[int]], tuple[Any, ...]]
@@ -132,8 +132,8 @@ def _check_append_shapes(k_new: Any, v_new: Any, k_pages: Any, v_pages: Any, lay
     heads = 1 if layout.startswith("(B") else 2
     for name, new, pages in (("k", k_new, k_pages), ("v", v_new, v_pages)):
         Hk, D = new.shape[1], new.shape[-1]
-        dimensions = "B, Hk, n, D" if len(new.shape) == 4 else "total, Hk, D"
         if (pages.shape[heads], pages.shape[3]) != (Hk, D):
+            dimensions = "B, Hk, n, D" if len(new.shape) == 4 else "total, Hk, D"
             raise UnsupportedProblem(
                 f"{name}_pages has shape {tuple(pages.shape)}: it must be {layout} with "
                 f"Hk={Hk} and D={D}, as {name}_new, ({dimensions}), of shape {tuple(new.shape)}"
@@ -371,9 +371,8 @@ def _view(kernel: Kernel, library: Library, name: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
     except UnsupportedDtype as error:
-        dtype = operation_of(kernel).inputs[name].dtype
-        reason = f"{name} must be {dtype}: {error.reason}" if dtype else f"{name}: {error}"
-        raise UnsupportedProblem(f"{kernel.name}: {reason}") from None
+        message = naming(error, name, operation_of(kernel).inputs[name].dtype)
+        raise UnsupportedProblem(f"{kernel.name}: {message}") from None
 
 
 def _checking(making: _Making, plan: _Run) -> _Run:

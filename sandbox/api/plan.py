@@ -131,9 +131,15 @@ def _view(library: Library, name: str, shown: str, array: Any) -> ArrayView:
     try:
         return library.view(array)
     except UnsupportedProblem as error:
-        if name in _DTYPES and isinstance(error, UnsupportedDtype):  # its message lists the dtypes of q, k and v
-            raise UnsupportedProblem(f"{shown} must be {_DTYPES[name]}: {error.reason}") from None
-        raise UnsupportedProblem(f"{shown}: {error}") from None
+        raise UnsupportedProblem(naming(error, shown, _DTYPES.get(name, ""))) from None
+
+
+def naming(error: UnsupportedProblem, name: str, dtypes: str) -> str:
+    """The message of an error of `Library.view`, with the array's name. dtypes: those that the array may have, if they
+    are not the dtypes of q, k and v, which the message of UnsupportedDtype lists."""
+    if dtypes and isinstance(error, UnsupportedDtype):
+        return f"{name} must be {dtypes}: {error.reason}"
+    return f"{name}: {error}"
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides, dtype of an array to allocate

@@ -299,6 +299,15 @@ def _dense_backward(
     return tuple(map(_dense_like, (q, k, v), found))
 
 
+def _ragged(
+    options: Options, more: tuple[Tensor, ...], cum_seq: tuple[Any, Any], longest: tuple[int | None, int | None]
+) -> tuple[Options, tuple[Any, ...]]:
+    """`ragged` with the arguments of PyTorch's schemas. Raises UnsupportedProblem for offsets that are not int32."""
+    for name, x in zip(("cum_seq_q", "cum_seq_k"), cum_seq, strict=True):
+        check_int32(name, x)
+    return ragged(options, more, cum_seq, longest)
+
+
 def _flash_forward(
     slot: Slot, q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
@@ -323,9 +332,7 @@ def _flash_forward(
             "return_debug_mask of a ragged batch with dropout is not supported in use_in_torch: no kernel writes the "
             "mask; call the operator outside of use_in_torch, or omit return_debug_mask"
         )
-    for name, x in (("cum_seq_q", cum_seq_q), ("cum_seq_k", cum_seq_k)):
-        check_int32(name, x)
-    options, more = ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
+    options, more = _ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     out, lse = slot.attend((*_one_batch(q, k, v), *more), options)
     return _dense_like(q, out[0].transpose(0, 1)), lse[0], *auxiliary
 
@@ -342,9 +349,7 @@ def _flash_backward(
         arrays = *_heads_first(dout, q, k, v, out), lse, *more
         found = _heads_first(*slot.differentiate(arrays, options))
         return tuple(map(_dense_like, (q, k, v), found))
-    for name, x in (("cum_seq_q", cum_seq_q), ("cum_seq_k", cum_seq_k)):
-        check_int32(name, x)
-    options, more = ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
+    options, more = _ragged(options, more, (cum_seq_q, cum_seq_k), (max_q, max_k))
     arrays = *_one_batch(dout, q, k, v, out), lse[None], *more
     rows = (x[0].transpose(0, 1) for x in slot.differentiate(arrays, options))
     return tuple(map(_dense_like, (q, k, v), rows))

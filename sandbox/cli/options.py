@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ..core import registry
-from ..core.dtypes import FLOAT8, ITEMSIZE
+from ..core.dtypes import FLOAT8, ITEMSIZE, own_name
 from ..core.kernel import Kernel
 from ..core.options import SHOWN
 from ..core.problem import Problem
@@ -118,7 +118,7 @@ class Dtype(click.Choice[str]):
         super().__init__(list(ITEMSIZE))
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return super().convert("float8_e4m3" if value == "float8_e4m3fn" else value, param, ctx)
+        return super().convert(own_name(value), param, ctx)
 
 
 class OptionalValue(click.Option):
@@ -230,7 +230,7 @@ def problem_of(shape: str, dtype: str, causal: str | None, scored: Scored) -> Pr
         options["window"] = tuple(_bound(window, text) for text in window.split(","))
         if len(options["window"]) != 2:
             raise click.BadParameter(f"{window!r} {_WINDOW}", param_hint="--window")
-    if (keys := options.get("kv_dtype")) and keys not in (*FLOAT8, "float8_e4m3fn"):
+    if (keys := options.get("kv_dtype")) and own_name(keys) not in FLOAT8:
         raise click.BadParameter(
             f"{keys} is not supported: choose {' or '.join(FLOAT8)}, or omit it: k and v then have the dtype of q",
             param_hint="--kv-dtype",

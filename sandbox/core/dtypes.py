@@ -16,9 +16,14 @@ FLOAT8_ARCH = (8, 9)  # the first compute capability whose tensor cores multiply
 Descale = tuple[float | tuple[int, ...], ...]  # of q, k and v: a number, or the shape of a tensor of numbers
 
 
+def own_name(dtype: str) -> str:
+    """This project's name of a dtype: PyTorch's "float8_e4m3fn" is "float8_e4m3" here."""
+    return "float8_e4m3" if dtype == "float8_e4m3fn" else dtype
+
+
 def normalise_dtype(name: str, dtype: str) -> str:
-    """This project's name of a dtype: PyTorch's "float8_e4m3fn" is "float8_e4m3" here. Raises SpecError."""
-    found = "float8_e4m3" if dtype == "float8_e4m3fn" else dtype
+    """`own_name` of a dtype. Raises SpecError with the name of the argument if it is not supported."""
+    found = own_name(dtype)
     if found not in ITEMSIZE:
         raise SpecError(f"{name}={dtype!r} is not supported: choose one of {', '.join(ITEMSIZE)}")
     return found

@@ -91,17 +91,13 @@ def choose_tile(
     decisive = deciding(problem, kernel.computes) if kernel.computes == "backward" else problem
     if decisive is not problem:
         found = None  # a tuned tile depends on the sizes of the batch
-    ranks = ranked(kernel, decisive)
-    own = dict.fromkeys(
-        (_fitted(candidate, multiprocessors) for candidate in ranks),
-        "the first of the spec's tiles that fits and does not spill",
-    )
-    tuned_first = {found: f"tuned on {gpu}"} if found else {}
-    candidates = (
-        {tile: "as passed by the caller"}
-        if tile is not None
-        else tuned_first | own | tuned_first  # with the reason of the tuned tile if it is also one of the spec's
-    )
+    candidates = {found: f"tuned on {gpu}"} if found else {}
+    for candidate in ranked(kernel, decisive):
+        candidates.setdefault(
+            _fitted(candidate, multiprocessors), "the first of the spec's tiles that fits and does not spill"
+        )
+    if tile is not None:
+        candidates = {tile: "as passed by the caller"}
     reasons: list[str] = []
     spilled: dict[Tile, int] = {}
     for candidate, why in candidates.items():
