@@ -39,7 +39,7 @@ def draw(text: str, sample: random.Random) -> Change | None:
         name, occurrence = sample.choice(places.pop(site))
         try:
             mutated = mutate_code(text, plugins.get_operator(name)(), occurrence)
-        except AttributeError:  # cosmic-ray's ExceptionReplacer: a dotted name after `except`
+        except AttributeError:  # cosmic-ray's ExceptionReplacer: a dotted name in a tuple after `except`
             continue
         if mutated is not None and mutated != text and _parses(mutated):
             return _change(name.rpartition("/")[2], text, mutated)

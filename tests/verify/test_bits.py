@@ -274,7 +274,7 @@ def test_stored_runs() -> None:
 
 
 def test_keys_in_pages() -> None:
-    """In shuffled order; the table has a page more than the keys need, and there are pages that nobody uses."""
+    """The pages are in random order. block_table has a page more than the keys need; some pages are in no table."""
     base = bits.base_of(registry.get("fwd_minimal"), HOST, None, 1)
     dense = base.run("", [0, 1])
     paged = bits._in_pages(dense, 64, np.random.default_rng(0), "pages")
