@@ -63,8 +63,8 @@ __device__ __forceinline__ void sum_over_lanes(float (&l)[ROWS_PER_THREAD]) {
 }
 __device__ __forceinline__ void consumer_barrier() { named_barrier_sync(CONSUMER_BARRIER, CONSUMER_THREADS); }
 
-// The consumer warpgroup in one work tile. m, S and O_acc are references to variables of the kernel: with members the
-// machine code differs, and has not been timed.
+// The consumer warpgroup in one work tile. m, l, S and O_acc are references to variables of the kernel: as members,
+// they would spill at D = 80 and 112.
 struct ConsumerWarpgroup {
     const SmemAddr base;
     const unsigned warp, lane;
@@ -73,6 +73,7 @@ struct ConsumerWarpgroup {
     const Head& group_head;       // all heads of the work tile have its ranges of keys
     float* const warp_stats;      // [4][BLOCK_M], in shared memory
     float (&m)[ROWS_PER_THREAD];  // a raw score, equal in all lanes that have the row
+    float (&l)[ROWS_PER_THREAD];  // this thread's part of the row sum
     float (&S)[ACCUMULATORS], (&O_acc)[Values::SLABS][ACCUMULATORS];
 
     // MMAs on the i-th tile of the pipeline (issue only), and the release of its stage.
@@ -156,7 +157,7 @@ struct ConsumerWarpgroup {
     }
     // m = max(m, row maximum of S); rescales O and l. Returns whether some |m| is very large: every tile then takes P
     // from S - m. Equal in all warps.
-    __device__ __forceinline__ bool rescale(float (&l)[ROWS_PER_THREAD]) const {
+    __device__ __forceinline__ bool rescale() const {
         float lane_max[ROWS_PER_THREAD];
 #pragma unroll
         for (int r = 0; r < ROWS_PER_THREAD; ++r) lane_max[r] = fmaxf(S[r / 2 * 4 + r % 2], S[r / 2 * 4 + r % 2 + 2]);
@@ -187,6 +188,96 @@ struct ConsumerWarpgroup {
 #pragma unroll
         for (int slab = 0; slab < Values::SLABS; ++slab)
             for (int half = 0; half < 2; ++half) O_acc[slab][r / 2 * 4 + r % 2 + 2 * half] *= factor;
+    }
+
+    // S, m, l and O of all key tiles. next_pipe_index: of the next tile in the pipeline.
+    __device__ __forceinline__ void mainloop(const PackedWorkTile& work_tile, unsigned& next_pipe_index) const {
+        const Range fully_visible = group_head.fully_visible_keys(work_tile.first_query, work_tile.end_of_queries());
+        bool large = false;
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r) m[r] = -INF, l[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Values::SLABS * ACCUMULATORS; ++i) O_acc[i / ACCUMULATORS][i % ACCUMULATORS] = 0.0f;
+        cp_async_wait<0>();
+        fence_proxy_async();
+        consumer_barrier();  // Q has arrived; the previous O has been read
+        if (OVERLAP_QK && work_tile.tiles > 0) {
+            mma_KQ(uniform(next_pipe_index));
+            wait_S();
+        }
+#pragma unroll 1
+        for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
+            const unsigned pipe_index = uniform(next_pipe_index);
+            const int n0 = work_tile.n0(j), key = n0 + static_cast<int>(warp) * 16 + g;
+            if (!OVERLAP_QK) {
+                mma_KQ(pipe_index);
+                wait_S();
+            }
+            const bool needs_mask = Head::HAS_SCORE_MOD || (Head::HAS_LEFT_BOUND && n0 < fully_visible.begin) ||
+                                    n0 + BLOCK_N > fully_visible.end;
+            if (needs_mask) score_mod_and_mask(work_tile, key);
+            const bool needs_rescale =
+                exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * PTile::BYTES, key) || large;
+            if (OVERLAP_QK) {
+                wait_O();  // of the previous tile
+                if (j > 0) release_V(pipe_index - 1);
+            }
+            if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, needs_rescale)) {
+                mma_KQ(pipe_index);
+                wait_S();
+                if (needs_mask) score_mod_and_mask(work_tile, key);
+                large = rescale();
+                exponentiate<true>(work_tile, base + P_AT + pipe_index % 2 * PTile::BYTES, key);  // now P <= 1
+                consumer_barrier();
+            }
+            release_K(pipe_index);
+#pragma unroll
+            for (int k = 0; k < ACCUMULATORS; ++k) l[thread_row(k)] += S[k];
+            if (OVERLAP_QK && j + 1 < work_tile.tiles) mma_KQ(pipe_index + 1);
+            mma_VP(pipe_index);
+            if (OVERLAP_QK) {
+                wgmma_wait<1>();  // S is ready; O may still be in flight
+                warpgroup_fence_operand(S);
+            } else {
+                wait_O();
+                release_V(pipe_index);
+            }
+        }
+        if (OVERLAP_QK) {
+            wait_O();
+            if (work_tile.tiles > 0) release_V(next_pipe_index - 1);
+        }
+    }
+
+    // O = O_acc / l and LSE. warp_stats has each warp's part of l, row_maxima has m.
+    __device__ __forceinline__ void store_O_LSE(const PackedWorkTile& work_tile, char* smem, const View<dtype>& O,
+                                                float* LSE, int H, int group, const float* row_maxima) const {
+        const auto finalize = [&](const Head& head, int row, float m) {
+            float sum = 0.0f;
+            for (int w = 0; w < 4; ++w) sum += warp_stats[w * BLOCK_M + row];
+            return head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(m, sum);
+        };
+        const auto head_of = [&](int row) {
+            return Head(group_head, work_tile.has(row) ? work_tile.head(row) : work_tile.h * group);
+        };
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_THREAD; ++r)
+            scale_O(r, finalize(SINK ? head_of(tile_row(r, q)) : group_head, tile_row(r, q), m[r]).O_scale);
+#pragma unroll
+        for (int slab = 0; slab < Values::SLABS; ++slab) {
+            unsigned packed[BLOCK_M / 16][4];
+#pragma unroll
+            for (int k = 0; k < ACCUMULATORS; k += 2)
+                packed[k / 8][k / 2 % 4] = pack(O_acc[slab][k], O_acc[slab][k + 1]);
+            store_transposed<PTile>(base + P_AT + slab * PTile::BYTES, warp * 2, packed);
+        }
+        consumer_barrier();
+        store_packed_rows<PTile, HEAD_DIM_V, CONSUMER_THREADS>(smem + P_AT, O, work_tile, group_head);
+        if (const int row = threadIdx.x; row < BLOCK_M && work_tile.has(row)) {  // one thread per row
+            const Head head = head_of(row);
+            LSE[head.lse_offset(H, work_tile.head(row)) + work_tile.query(row)] =
+                finalize(head, row, row_maxima[row]).lse;
+        }
     }
 };
 
@@ -225,65 +316,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
 #pragma unroll 1
     for (;;) {
         const Head group_head(score, work_tile.b, work_tile.h * group);  // all heads have its ranges of keys
-        const Range fully_visible = group_head.fully_visible_keys(work_tile.first_query, work_tile.end_of_queries());
-        // l: this thread's part of the row sum
-        float m[ROWS_PER_THREAD], l[ROWS_PER_THREAD];
-        float S[ACCUMULATORS], O_acc[Values::SLABS][ACCUMULATORS];
-        bool large = false;
-        ConsumerWarpgroup consumer{base, warp, lane, g, q, scale_log2, group_head, warp_stats, m, S, O_acc};
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_THREAD; ++r) m[r] = -INF, l[r] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Values::SLABS * ACCUMULATORS; ++i) O_acc[i / ACCUMULATORS][i % ACCUMULATORS] = 0.0f;
-        cp_async_wait<0>();
-        fence_proxy_async();
-        consumer_barrier();  // Q has arrived; the previous O has been read
-        if (OVERLAP_QK && work_tile.tiles > 0) {
-            consumer.mma_KQ(uniform(next_pipe_index));
-            consumer.wait_S();
-        }
-#pragma unroll 1
-        for (int j = 0; j < work_tile.tiles; ++j, ++next_pipe_index) {
-            const unsigned pipe_index = uniform(next_pipe_index);
-            const int n0 = work_tile.n0(j), key = n0 + static_cast<int>(warp) * 16 + g;
-            if (!OVERLAP_QK) {
-                consumer.mma_KQ(pipe_index);
-                consumer.wait_S();
-            }
-            const bool needs_mask = Head::HAS_SCORE_MOD || (Head::HAS_LEFT_BOUND && n0 < fully_visible.begin) ||
-                                    n0 + BLOCK_N > fully_visible.end;
-            if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
-            const bool needs_rescale =
-                consumer.exponentiate<false>(work_tile, base + P_AT + pipe_index % 2 * PTile::BYTES, key) || large;
-            if (OVERLAP_QK) {
-                consumer.wait_O();  // of the previous tile
-                if (j > 0) consumer.release_V(pipe_index - 1);
-            }
-            if (named_barrier_or(CONSUMER_BARRIER, CONSUMER_THREADS, needs_rescale)) {
-                consumer.mma_KQ(pipe_index);
-                consumer.wait_S();
-                if (needs_mask) consumer.score_mod_and_mask(work_tile, key);
-                large = consumer.rescale(l);
-                consumer.exponentiate<true>(work_tile, base + P_AT + pipe_index % 2 * PTile::BYTES, key);  // now P <= 1
-                consumer_barrier();
-            }
-            consumer.release_K(pipe_index);
-#pragma unroll
-            for (int k = 0; k < ACCUMULATORS; ++k) l[thread_row(k)] += S[k];
-            if (OVERLAP_QK && j + 1 < work_tile.tiles) consumer.mma_KQ(pipe_index + 1);
-            consumer.mma_VP(pipe_index);
-            if (OVERLAP_QK) {
-                wgmma_wait<1>();  // S is ready; O may still be in flight
-                warpgroup_fence_operand(S);
-            } else {
-                consumer.wait_O();
-                consumer.release_V(pipe_index);
-            }
-        }
-        if (OVERLAP_QK) {
-            consumer.wait_O();
-            if (work_tile.tiles > 0) consumer.release_V(next_pipe_index - 1);
-        }
+        float m[ROWS_PER_THREAD], l[ROWS_PER_THREAD], S[ACCUMULATORS], O_acc[Values::SLABS][ACCUMULATORS];
+        ConsumerWarpgroup consumer{base, warp, lane, g, q, scale_log2, group_head, warp_stats, m, l, S, O_acc};
+        consumer.mainloop(work_tile, next_pipe_index);
 
         const int tile_index = work_tile.index(row_tiles, Hk) + gridDim.x;
         const bool has_next = tile_index < work_tiles;
@@ -307,33 +342,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_PER_SM) void fwd_decode_
                 attend_non_finite<1, 1>(Q, K, V, O, LSE, group, score, work_tile.b, work_tile.head(row), H,
                                         work_tile.query(row), 0);
         } else {
-            const auto finalize = [&](const Head& head, int row, float m) {
-                float sum = 0.0f;
-                for (int w = 0; w < 4; ++w) sum += warp_stats[w * BLOCK_M + row];
-                return head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(m, sum);
-            };
-            const auto head_of = [&](int row) {
-                return Head(group_head, work_tile.has(row) ? work_tile.head(row) : work_tile.h * group);
-            };
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_THREAD; ++r)
-                consumer.scale_O(r,
-                                 finalize(SINK ? head_of(tile_row(r, q)) : group_head, tile_row(r, q), m[r]).O_scale);
-#pragma unroll
-            for (int slab = 0; slab < Values::SLABS; ++slab) {
-                unsigned packed[BLOCK_M / 16][4];
-#pragma unroll
-                for (int k = 0; k < ACCUMULATORS; k += 2)
-                    packed[k / 8][k / 2 % 4] = pack(O_acc[slab][k], O_acc[slab][k + 1]);
-                store_transposed<PTile>(base + P_AT + slab * PTile::BYTES, warp * 2, packed);
-            }
-            consumer_barrier();
-            store_packed_rows<PTile, HEAD_DIM_V, CONSUMER_THREADS>(smem + P_AT, O, work_tile, group_head);
-            if (const int row = threadIdx.x; row < BLOCK_M && work_tile.has(row)) {  // one thread per row
-                const Head head = head_of(row);
-                LSE[head.lse_offset(H, work_tile.head(row)) + work_tile.query(row)] =
-                    finalize(head, row, row_maxima[row]).lse;
-            }
+            consumer.store_O_LSE(work_tile, smem, O, LSE, H, group, row_maxima);
         }
         if (!has_next) return;
         work_tile = next;
