@@ -28,13 +28,103 @@ __device__ __forceinline__ unsigned nonzero_bytes(uint4 bytes) {
            nonzero_bytes(bytes.w) << 12;
 }
 
+// The bits of a word that one warp computes, one per 16 keys: some score is visible; some score is hidden.
+struct WordBits {
+    unsigned some_visible = 0, some_hidden = 0;
+};
+
+#if BLOCK_MAP == 2
+// A warp's rows of a mask tensor.
+struct TensorRows {
+    static constexpr int MAP_ROWS = 2, ROW_WARPS = WARPS / MAP_ROWS;  // rows of the map per block; warps per row
+    // Queries per warp; queries per 64-bit word of pair_masks.
+    static constexpr int WARP_ROWS = BLOCK_M / ROW_WARPS, ROWS_PER_WORD = 4;
+    unsigned long long pair_masks[WARP_ROWS / ROWS_PER_WORD];  // the element bits of this lane's 16 keys
+
+    // 16 keys from first_key on, in loads of a Word. needed: whether kernels read the word.
+    template <class Word>
+    __device__ __forceinline__ void scan(WordBits& bits, const Head& head, int first_row, int first_key, int keys,
+                                         bool needed) {
+        constexpr int WIDTH = sizeof(Word), ROWS_IN_FLIGHT = WIDTH == 16 ? ROWS_PER_WORD : 1;  // rows; at most 16 loads
+        unsigned some_visible_lane = 0, all_visible_lane = 0xffff;
+#pragma unroll
+        for (int part = 0; part < WARP_ROWS / ROWS_PER_WORD; ++part) {
+            pair_masks[part] = 0;
+#pragma unroll 1
+            for (int row_offset = 0; row_offset < ROWS_PER_WORD; row_offset += ROWS_IN_FLIGHT) {
+                Word bytes[ROWS_IN_FLIGHT][LANE_KEYS / WIDTH] = {};
+#pragma unroll
+                for (int i = 0; i < (needed ? ROWS_IN_FLIGHT : 0); ++i) {
+                    const int query_row = min(first_row + part * ROWS_PER_WORD + row_offset + i, head.score.Sq - 1);
+                    const bool* const src = head.mask + query_row * head.score.mask.stride_i;
+#pragma unroll
+                    for (int k = 0; k < LANE_KEYS; k += WIDTH)
+                        bytes[i][k / WIDTH] = *reinterpret_cast<const Word*>(src + min(first_key + k, keys - WIDTH));
+                }
+#pragma unroll
+                for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
+                    unsigned pairs = 0;
+#pragma unroll
+                    for (int k = 0; k < LANE_KEYS; k += WIDTH) {
+                        unsigned visible = nonzero_bytes(bytes[i][k / WIDTH]);
+                        if (first_key + k >= keys)
+                            visible = visible >> (WIDTH - 1) ? (1u << WIDTH) - 1 : 0;  // copy the last key
+                        pairs |= visible << k;
+                    }
+                    some_visible_lane |= pairs, all_visible_lane &= pairs;
+                    pair_masks[part] |= static_cast<unsigned long long>(pairs) << LANE_KEYS * (row_offset + i);
+                }
+            }
+        }
+        bits.some_visible = __ballot_sync(0xffffffffu, some_visible_lane != 0);
+        bits.some_hidden = __ballot_sync(0xffffffffu, needed && all_visible_lane != 0xffff);
+    }
+    // The lane's element bits of the warp's i-th row.
+    __device__ __forceinline__ unsigned short element_bits(int i) const {
+        return static_cast<unsigned short>(pair_masks[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
+    }
+};
+#elif BLOCK_MAP
+struct TensorRows {
+    static constexpr int MAP_ROWS = 1, ROW_WARPS = WARPS;
+};
+
+// mask_mod of a warp's 16 queries x 128 keys from (first_row, first_key) on. needed: whether kernels read the word.
+__device__ __forceinline__ WordBits scan_mask_mod(const Head& head, int first_row, int first_key, int keys,
+                                                  bool needed) {
+    WordBits bits;
+    bool some_visible_lane[KEYS / 32] = {}, all_visible_lane[KEYS / 32];
+#pragma unroll
+    for (bool& each : all_visible_lane) each = true;
+#pragma unroll 4
+    for (int i = 0; i < (needed ? ROWS : 0); ++i) {
+#pragma unroll
+        for (int k = 0; k < KEYS / 32; ++k) {
+            const bool visible =
+                head.mask_allows(min(first_row + i, head.score.Sq - 1),
+                                 min(first_key + 32 * k + static_cast<int>(threadIdx.x % 32), keys - 1));
+            some_visible_lane[k] |= visible, all_visible_lane[k] &= visible;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < KEYS / 32; ++k) {  // a ballot gives two bits
+        const unsigned visible = __ballot_sync(0xffffffffu, some_visible_lane[k]),
+                       any_hidden = __ballot_sync(0xffffffffu, !all_visible_lane[k]);
+        bits.some_visible |= ((visible & 0xffff ? 1 : 0) | (visible >> 16 ? 2 : 0)) << 2 * k;
+        bits.some_hidden |= ((any_hidden & 0xffff ? 1 : 0) | (any_hidden >> 16 ? 2 : 0)) << 2 * k;
+    }
+    const int src = first_key % BLOCK_N / LANE_KEYS;
+    bits.some_visible <<= src, bits.some_hidden <<= src;
+    return bits;
+}
+#endif
+
 extern "C" __global__ __launch_bounds__(32 * WARPS, Head::HAS_ELEMENT_BITS ? 3 : 0) void block_map(
     unsigned* block_map,  // (B or 1, H or 1, rows, Head::row_words), contiguous
     int map_rows,         // rows of the map, MAP_M queries each; 1 if the mask does not depend on the query
     const __grid_constant__ Score score) {
 #if BLOCK_MAP
-    constexpr int MAP_ROWS = Head::HAS_ELEMENT_BITS ? 2 : 1,
-                  ROW_WARPS = WARPS / MAP_ROWS;  // rows per block; warps per row
+    constexpr int MAP_ROWS = TensorRows::MAP_ROWS, ROW_WARPS = TensorRows::ROW_WARPS;
     __shared__ unsigned bits_smem[2][WARPS];
     const int words = Head::kind_words(score), word = blockIdx.x % words, row0 = blockIdx.x / words * MAP_ROWS,
               h = blockIdx.y, b = blockIdx.z;
@@ -51,81 +141,23 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::HAS_ELEMENT_BITS ? 3 :
     const auto is_needed = [&](int begin, int end) {
         return row < map_rows && begin < keys && (!by_row || (begin < range.end && range.begin < end));
     };
-    unsigned some_visible = 0, some_hidden = 0;  // bits of the word: some score is visible; some score is hidden
+    WordBits bits;
 #if BLOCK_MAP == 2
     const int first_key = word * BLOCK_N + lane * LANE_KEYS, group = first_key / KEYS * KEYS;
+    const int first_row = m0 + warp * TensorRows::WARP_ROWS;
     const bool needed = is_needed(group, group + KEYS);
-    constexpr int WARP_ROWS = BLOCK_M / ROW_WARPS,
-                  ROWS_PER_WORD = 4;  // queries per warp; queries per 64-bit word of pair_masks
-    unsigned long long pair_masks[WARP_ROWS / ROWS_PER_WORD];
-    const auto scan = [&](auto example) {
-        using Word = decltype(example);
-        constexpr int WIDTH = sizeof(Word), ROWS_IN_FLIGHT = WIDTH == 16 ? ROWS_PER_WORD : 1;  // rows; at most 16 loads
-        unsigned some_visible_lane = 0, all_visible_lane = 0xffff;
-#pragma unroll
-        for (int part = 0; part < WARP_ROWS / ROWS_PER_WORD; ++part) {
-            pair_masks[part] = 0;
-#pragma unroll 1
-            for (int row_offset = 0; row_offset < ROWS_PER_WORD; row_offset += ROWS_IN_FLIGHT) {
-                Word bytes[ROWS_IN_FLIGHT][LANE_KEYS / WIDTH] = {};
-#pragma unroll
-                for (int i = 0; i < (needed ? ROWS_IN_FLIGHT : 0); ++i) {
-                    const int query_row =
-                        min(m0 + warp * WARP_ROWS + part * ROWS_PER_WORD + row_offset + i, score.Sq - 1);
-                    const bool* const src = head.mask + query_row * score.mask.stride_i;
-#pragma unroll
-                    for (int k = 0; k < LANE_KEYS; k += WIDTH)
-                        bytes[i][k / WIDTH] = *reinterpret_cast<const Word*>(src + min(first_key + k, keys - WIDTH));
-                }
-#pragma unroll
-                for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-                    unsigned pairs = 0;
-#pragma unroll
-                    for (int k = 0; k < LANE_KEYS; k += WIDTH) {
-                        unsigned bits = nonzero_bytes(bytes[i][k / WIDTH]);
-                        if (first_key + k >= keys)
-                            bits = bits >> (WIDTH - 1) ? (1u << WIDTH) - 1 : 0;  // copy the last key
-                        pairs |= bits << k;
-                    }
-                    some_visible_lane |= pairs, all_visible_lane &= pairs;
-                    pair_masks[part] |= static_cast<unsigned long long>(pairs) << LANE_KEYS * (row_offset + i);
-                }
-            }
-        }
-        some_visible = __ballot_sync(0xffffffffu, some_visible_lane != 0);
-        some_hidden = __ballot_sync(0xffffffffu, needed && all_visible_lane != 0xffff);
-    };
+    TensorRows rows;
     const auto rows_at = reinterpret_cast<size_t>(head.mask) | score.mask.stride_i | keys;
-    if (rows_at % sizeof(uint4) == 0) scan(uint4{});
-    else if (rows_at % sizeof(unsigned) == 0) scan(0u);
-    else scan(static_cast<unsigned char>(0));
+    if (rows_at % sizeof(uint4) == 0) rows.scan<uint4>(bits, head, first_row, first_key, keys, needed);
+    else if (rows_at % sizeof(unsigned) == 0) rows.scan<unsigned>(bits, head, first_row, first_key, keys, needed);
+    else rows.scan<unsigned char>(bits, head, first_row, first_key, keys, needed);
 #else
-    const int first_row = m0 + warp / (BLOCK_N / KEYS) * ROWS,
-              first_key = word * BLOCK_N + warp % (BLOCK_N / KEYS) * KEYS;
-    const bool needed = is_needed(first_key, first_key + KEYS);
-    bool some_visible_lane[KEYS / 32] = {}, all_visible_lane[KEYS / 32];
-#pragma unroll
-    for (bool& each : all_visible_lane) each = true;
-#pragma unroll 4
-    for (int i = 0; i < (needed ? ROWS : 0); ++i) {
-#pragma unroll
-        for (int k = 0; k < KEYS / 32; ++k) {
-            const bool visible =
-                head.mask_allows(min(first_row + i, score.Sq - 1), min(first_key + 32 * k + lane, keys - 1));
-            some_visible_lane[k] |= visible, all_visible_lane[k] &= visible;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < KEYS / 32; ++k) {  // a ballot gives two bits
-        const unsigned bits = __ballot_sync(0xffffffffu, some_visible_lane[k]),
-                       any_hidden = __ballot_sync(0xffffffffu, !all_visible_lane[k]);
-        some_visible |= ((bits & 0xffff ? 1 : 0) | (bits >> 16 ? 2 : 0)) << 2 * k;
-        some_hidden |= ((any_hidden & 0xffff ? 1 : 0) | (any_hidden >> 16 ? 2 : 0)) << 2 * k;
-    }
-    const int src = first_key % BLOCK_N / LANE_KEYS;
-    some_visible <<= src, some_hidden <<= src;
+    const int first_key = word * BLOCK_N + warp % (BLOCK_N / KEYS) * KEYS;
+    bits = scan_mask_mod(head, m0 + warp / (BLOCK_N / KEYS) * ROWS, first_key, keys,
+                         is_needed(first_key, first_key + KEYS));
 #endif
-    if (lane == 0) bits_smem[0][threadIdx.x / 32] = some_visible, bits_smem[1][threadIdx.x / 32] = some_hidden;
+    if (lane == 0)
+        bits_smem[0][threadIdx.x / 32] = bits.some_visible, bits_smem[1][threadIdx.x / 32] = bits.some_hidden;
     __syncthreads();  // the bits of all warps are in shared memory
     const int kind = threadIdx.x % 2, map_row = row0 + threadIdx.x / 2;
     if (threadIdx.x < 2 * MAP_ROWS && map_row < map_rows) {
@@ -138,10 +170,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::HAS_ELEMENT_BITS ? 3 :
     const bool any_hidden = __any_sync(0xffffffffu, bits_smem[1][(row - row0) * ROW_WARPS + lane % ROW_WARPS] != 0);
     if (any_visible && any_hidden) {
 #pragma unroll
-        for (int i = 0; i < WARP_ROWS; ++i) {
-            unsigned* const out = row_address(row) + Head::element_bits_at(score, warp * WARP_ROWS + i);
-            reinterpret_cast<unsigned short*>(out)[first_key / LANE_KEYS] =
-                static_cast<unsigned short>(pair_masks[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
+        for (int i = 0; i < TensorRows::WARP_ROWS; ++i) {
+            unsigned* const out = row_address(row) + Head::element_bits_at(score, warp * TensorRows::WARP_ROWS + i);
+            reinterpret_cast<unsigned short*>(out)[first_key / LANE_KEYS] = rows.element_bits(i);
         }
     }
 #endif
