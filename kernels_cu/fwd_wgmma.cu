@@ -35,12 +35,12 @@
 
 // ---- producer warps
 
-// The thread that loads K, V, or both, of all work tiles.
+// Loads K, V, or both, of all work tiles: one thread, or with LOAD_BY_WARP a warp (fwd_load.cuh).
 template <Load LOAD>
 __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
     unsigned pipe_index = 0;  // index of the work tile's first key tile in the pipelines
     TileLists lists(smem + TILE_LISTS_AT);
-    Scheduler::Reader scheduler(smem);
+    Scheduler::Reader<LOAD_BY_WARP> scheduler(smem);
 #pragma unroll 1
     while (scheduler.next(/*release_now=*/!SCHEDULE_LATE)) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
 // The thread that loads Q of all work tiles, 64 rows for each consumer.
 __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
     const SmemAddr base = smem_address(smem);
-    Scheduler::Reader scheduler(smem);
+    Scheduler::Reader<> scheduler(smem);
 #pragma unroll 1
     while (scheduler.next()) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
@@ -329,10 +329,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 
     if (warp < 4) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (warp == 0 && elect()) load_KV<SEPARATE_V_LOADS ? Load::K : Load::K_AND_V>(smem, args);
+        if (warp == 0 && (LOAD_BY_WARP || elect())) load_KV<LOAD_BY_WARP ? Load::K : Load::K_AND_V>(smem, args);
         else if (warp == 1 && elect()) load_Q(smem, args);
         else if (warp == 2) schedule_work_tiles(smem, args);
-        else if (SEPARATE_V_LOADS && warp == 3 && elect()) load_KV<Load::V>(smem, args);
+        else if (LOAD_BY_WARP && warp == 3) load_KV<Load::V>(smem, args);
         TIMELINE(done);
         return;
     }

@@ -1,5 +1,7 @@
 // How fwd_wgmma loads a tile of K or V: by TMA, into a stage of its pipeline. Keys in pages: in boxes of PAGE_BOX keys,
-// each of which is in one page.
+// each of which is in one page. One thread that looked up the pages and issued the TMA instructions of all boxes would
+// take longer than the consumers need for the tile. So with LOAD_BY_WARP one warp loads K and another V, and each lane
+// one box.
 #pragma once
 #include "fwd_tiles.cuh"
 #include "load_tile.cuh"
@@ -7,12 +9,13 @@
 __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
 static_assert(PAGE_BOX % 8 == 0, "a box begins at a multiple of 8 rows, the period of the swizzle");
+static_assert(!LOAD_BY_WARP || BLOCK_N / PAGE_BOX <= 32, "a lane loads one box");
+static_assert(!LOAD_BY_WARP || !(Head::HAS_BLOCK_MAP || BIAS_TILES), "entries and bias tiles are loaded by one thread");
 
-// What a thread loads of each key tile. Keys in pages need a TMA instruction for each box. One thread that issues
-// those of K and V takes longer than the consumers need for the tile: another thread loads V.
-enum class Load { K, V, K_AND_V };
+enum class Load { K, V, K_AND_V };  // what a thread or warp loads of each key tile
 
-// Loads the key tiles of one work tile; used by one thread. WorkTileRange::load_key_tiles calls load_K and load_V.
+// Loads the key tiles of one work tile; used by one thread, or with LOAD_BY_WARP by all lanes of a warp.
+// WorkTileRange::load_key_tiles calls load_K and load_V.
 template <Load LOAD>
 struct KeyTileLoader {
     char* const smem;
@@ -57,9 +60,10 @@ struct KeyTileLoader {
                                               unsigned extra_tx_bytes = 0) const {
 #if PAGE_SIZE
         const SmemAddr full = KeyPipeline::full(base, stage_of(i));
-        mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + extra_tx_bytes);
-#pragma unroll 1
-        for (int row = 0; row < BLOCK_N; row += PAGE_BOX) {
+        const int lane = threadIdx.x % 32, row = lane * PAGE_BOX;
+        if (lane == 0) mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + extra_tx_bytes);
+        __syncwarp();  // the barrier expects the bytes
+        if (row < BLOCK_N) {
             const int2 box = sequence.template tma_page_coords<PAGE_BOX>(n0 + row);
             KeyPipeline::Tile::load_5d(base + KeyPipeline::tile_at(i) + row * 128, map, box.x, tensor.stride_h ? h : 0,
                                        box.y, full);

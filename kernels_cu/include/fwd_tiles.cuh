@@ -52,13 +52,13 @@ using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a blo
 constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
-// Whether different threads load K and V (fwd_load.cuh).
-constexpr bool SEPARATE_V_LOADS = PAGE_SIZE;
-constexpr unsigned LOAD_THREADS = SEPARATE_V_LOADS ? 3 : 2;
+// Whether the lanes of two warps load K and V, instead of one thread (fwd_load.cuh).
+constexpr bool LOAD_BY_WARP = PAGE_SIZE;
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     init_QKV_barriers<KPipeline, VPipeline, FullQ, EmptyQ>(base, CONSUMERS);
-    Scheduler::init_barriers(base, LOAD_THREADS + 128 * CONSUMERS);  // readers: load threads and all consumers
+    // Readers: those that load K and V, Q, and with LOAD_BY_WARP V; and all consumers.
+    Scheduler::init_barriers(base, (LOAD_BY_WARP ? 3 : 2) + 128 * CONSUMERS);
     if (Head::HAS_BLOCK_MAP) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }
