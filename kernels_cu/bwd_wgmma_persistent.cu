@@ -21,18 +21,19 @@
 // Load and store warps have 24 registers (setmaxnreg). If they spill, ptxas adds register copies to the consumers'
 // loops, too. So these warps read a published value (`Published`: one in shared memory that one warp has written for
 // others) again instead of keeping it.
+#define DETERMINISTIC 0  // for dq_semaphore.cuh
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
 #include "bwd_epilogue.cuh"
 #include "bwd_load.cuh"
 #include "bwd_wgmma_steps.cuh"
 #include "bwd_postprocess.cuh"
+#include "dq_semaphore.cuh"
 #include "non_finite.cuh"
 #include "tile_scheduler_bwd_persistent.cuh"
 
 constexpr unsigned DQ_CONSUMER_FLOATS = 64 * D_PAD,
                    DQ_TILE_FLOATS = 2 * DQ_CONSUMER_FLOATS;  // floats per consumer, per tile
-constexpr int ACCUM_INDEX = 32;  // offset of the accumulators in dQ_accum; element 0 is the tile counter
 static_assert(BLOCK_M == 128 && BLOCK_N == 128 && HEAD_DIM <= 64,
               "each of two consumers owns 64 keys and 64 rows of dQ");
 static_assert(!Head::HAS_SCORE_MOD && !Head::ELEMENT_MASK && !Head::HAS_BLOCK_MAP && !DROPOUT && !RAGGED,
@@ -108,6 +109,17 @@ __device__ __forceinline__ volatile int& flags_of(unsigned i, unsigned consumer)
     return Flags::at(smem, 2 * stage_of(i) + consumer);
 }
 
+// A consumer's semaphore and part of a dQ tile.
+__device__ __forceinline__ unsigned* dQ_semaphore(const BwdParams& params, int tile, unsigned consumer) {
+    return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_INDEX + 2 * tile + consumer;
+}
+__device__ __forceinline__ float* dQ_tile(const BwdParams& params, int tile, unsigned consumer) {
+    const long long tiles =
+        static_cast<long long>(params.B) * params.Hk * params.group * query_tiles<BLOCK_M>(params.score);
+    return params.dQ_accum + accumulators_index(tiles) + static_cast<unsigned long long>(tile) * DQ_TILE_FLOATS +
+           consumer * DQ_CONSUMER_FLOATS;
+}
+
 // LoadWarp, load_stats and StoreWarp: warps 0, 1, and 2 and 3.
 #include "bwd_load_store_persistent.cuh"
 
@@ -118,7 +130,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
     const float* delta,
-    float* dQ_accum,  // tile counter, at ACCUM_INDEX (B, H, m_blocks, DQ_TILE_FLOATS); all zeros
+    float* dQ_accum,  // tile counter, semaphores, (B, H, m_blocks, DQ_TILE_FLOATS): see dq_semaphore.cuh
     const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV,
     const __grid_constant__ TensorMap Q_tile_map, const __grid_constant__ TensorMap dO_tile_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
@@ -181,8 +193,11 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postpr
     const int h = blockIdx.y, consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row0 = blockIdx.x * BLOCK_M + 64 * consumer + 16 * warp;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
-    const float* from =
-        dQ_accum + ACCUM_INDEX + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS + warp * DQ_FRAGMENT_FLOATS;
-    if (write_dQ_fragments<16, D_PAD, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, 0, lane, from, score.scale))
+    const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
+    const float* from = dQ_accum + accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS +
+                        warp * DQ_FRAGMENT_FLOATS;
+    const unsigned* const semaphores = reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_INDEX;
+    const bool no_keys = semaphores[2 * tile + consumer] == 0;  // no block has arrived
+    if (write_dQ_fragments<16, D_PAD, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, 0, lane, from, score.scale, no_keys))
         query_gradients_non_finite<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 0);
 }

@@ -36,9 +36,10 @@ def short(p: Problem) -> bool:
 
 
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
-    """The tile counter and the accumulators, all zeroed."""
-    elements = 32 + p.B * p.H * cdiv(p.Sq, t.BLOCK_M) * t.BLOCK_M * cdiv(p.D, 16) * 16
-    return elements, elements
+    """The tile counter and the semaphores, which are zeroed; the accumulators. See include/dq_semaphore.cuh."""
+    tiles = p.B * p.H * cdiv(p.Sq, t.BLOCK_M)
+    counters = cdiv(4 + 2 * tiles, 32) * 32
+    return counters + tiles * t.BLOCK_M * cdiv(p.D, 16) * 16, counters
 
 
 kernel = Kernel(

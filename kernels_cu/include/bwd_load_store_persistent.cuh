@@ -133,27 +133,42 @@ struct StoreWarp {
         release_staging();
 #pragma unroll 1
         for (unsigned n = 0;; ++n) {
+            // Read while the consumer stages dQ: usually another block has stored already.
+            const bool already_stored = previous_dQ_tile >= 0 && is_stored(previous_dQ_tile);
             wait_staging(n + 1);
             const volatile StagedStore& entry = staged_store(n);
             const int kind = entry.m0;
+            unsigned* stored = nullptr;  // the semaphore of a dQ tile that this block stores
             if (kind == StagedStore::dV || kind == StagedStore::dK) {
                 if (!NonFinite::at(smem, consumer))
                     tma_store(kind == StagedStore::dV ? params.dV_map : params.dK_map, 0, entry.n0 + 64 * consumer,
                               entry.h, entry.b, from);
             } else {
-                const unsigned long long offset =
-                    static_cast<unsigned long long>(previous_dQ_tile) * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS;
-                if (previous_dQ_tile >= 0)
-                    tma_reduce_add(params.dQ_accum + ACCUM_INDEX + offset, from, 4 * DQ_CONSUMER_FLOATS);
+                if (previous_dQ_tile >= 0) stored = store_or_add(previous_dQ_tile, from, already_stored);
                 if (kind >= 0)
                     previous_dQ_tile =
                         (entry.b * opaque(params.Hk) * params.group + entry.h) * query_tiles<BLOCK_M>(params.score) +
                         kind / BLOCK_M;
             }
             release_staging();
+            if (stored) signal_first_store(stored);
             if (kind == StagedStore::LAST_DQ) break;
         }
         TIMELINE(done);
+    }
+    __device__ __forceinline__ bool is_stored(int tile) const {
+        return counter_reached(dQ_semaphore(params, tile, consumer), FIRST_STORED);
+    }
+    // Stores or adds the staged dQ. Returns the tile's semaphore if this block stores, otherwise nullptr.
+    __device__ __forceinline__ unsigned* store_or_add(int tile, SmemAddr from, bool already_stored) const {
+        unsigned* const semaphore = dQ_semaphore(params, tile, consumer);
+        float* const to = dQ_tile(params, tile, consumer);
+        if (!already_stored && arrive_first(semaphore)) {
+            bulk_store(to, from, 4 * DQ_CONSUMER_FLOATS);
+            return semaphore;
+        }
+        tma_reduce_add(to, from, 4 * DQ_CONSUMER_FLOATS);
+        return nullptr;
     }
     __device__ __forceinline__ void wait_staging(unsigned n) const {
         TIMELINE(wait_dQ);

@@ -39,8 +39,8 @@ struct BwdParams {
         &V,                     // (B, Hk, Sk, HEAD_DIM_V)
         &dO;                    // (B, H, Sq, HEAD_DIM_V)
     const float *LSE, *delta;   // (B, H, Sq), contiguous
-    // The accumulators of dQ. Before them: a tile counter and semaphores (dq_semaphore.cuh); in bwd_wgmma_persistent a
-    // tile counter alone; in bwd_wgmma_head, and without HAS_SEMAPHORES, nothing.
+    // The accumulators of dQ. Before them: a tile counter and semaphores (dq_semaphore.cuh); in bwd_wgmma_head, and
+    // without HAS_SEMAPHORES, nothing.
     float* dQ_accum;
     const View<dtype>&dK,                       // (B, Hk, Sk, HEAD_DIM)
         &dV;                                    // (B, Hk, Sk, HEAD_DIM_V)

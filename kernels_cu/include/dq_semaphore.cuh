@@ -1,12 +1,12 @@
-// The semaphores of bwd_wgmma, two per dQ tile: which block stores first and, if DETERMINISTIC, in which order the
-// others add.
+// The semaphores of bwd_wgmma and bwd_wgmma_persistent, two per dQ tile: which block stores first and, if
+// DETERMINISTIC, in which order the others add.
 #pragma once
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
 // dQ_accum, in elements of 4 bytes:
 //
-//   0                     tile counter, used only if DETERMINISTIC (fetch_tile_number)
+//   0                     tile counter, used only if DETERMINISTIC (fetch_tile_number) and in bwd_wgmma_persistent
 //   SEMAPHORES_INDEX      two semaphores per dQ tile, one per consumer
 //   accumulators_index    the dQ tiles (bwd_tiles.cuh), aligned to ACCUM_ALIGNMENT: an L2 line of 128 bytes or, if
 //                         the consumers themselves add dQ (BLOCK_N = 64), the 512 bytes that a warp adds at a time
@@ -31,6 +31,19 @@ __device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
 // complete: until then each of these blocks waits, so the count is at most the number of resident blocks.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;
 constexpr unsigned FIRST_STORED = 1 << 16;
+// Called when dQ is ready. Whether this block is the first to arrive at the semaphore, so that it stores; if not, waits
+// until the first block has stored.
+__device__ __forceinline__ bool arrive_first(unsigned* semaphore) {
+    const unsigned arrived_before = counter_fetch_add(semaphore);
+    const bool first = arrived_before == 0;
+    if (!first && arrived_before < FIRST_STORED) counter_wait(semaphore, FIRST_STORED);
+    return first;
+}
+// Called by the first block after its store, which TMA may not have completed.
+__device__ __forceinline__ void signal_first_store(unsigned* semaphore) {
+    tma_store_wait_complete();
+    counter_arrive(semaphore, FIRST_STORED);
+}
 // Whether a block reads the semaphore before its dQ is ready. With a left bound (window) or a block map, few work tiles
 // add to a dQ tile, and this is 0.5% slower, or spills.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP;
@@ -62,12 +75,8 @@ struct dQAccumulation {
     __device__ __forceinline__ bool claim_first_store(int head, int m0, unsigned consumer) {
         this_block_stores = DETERMINISTIC && block.semaphore_target(m0) == 0;
         // The semaphore is incremented only when dQ is ready, so that the first block never waits.
-        if (FIRST_BLOCK_STORES && !already_stored) {
-            const unsigned arrived_before = counter_fetch_add(block.dQ_semaphore(head, m0, consumer));
-            this_block_stores = arrived_before == 0;
-            if (!this_block_stores && arrived_before < FIRST_STORED)
-                counter_wait(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
-        }
+        if (FIRST_BLOCK_STORES && !already_stored)
+            this_block_stores = arrive_first(block.dQ_semaphore(head, m0, consumer));
         return this_block_stores;
     }
     // Called after the store or addition, which TMA may not have completed.
@@ -83,10 +92,7 @@ struct dQAccumulation {
             counter_arrive_acquire(block.dQ_semaphore(head, m0, consumer));
             semaphore_reached = semaphore_value >= block.semaphore_target(next_m0);
         }
-        if (FIRST_BLOCK_STORES && this_block_stores) {
-            tma_store_wait_complete();
-            counter_arrive(block.dQ_semaphore(head, m0, consumer), FIRST_STORED);
-        }
+        if (FIRST_BLOCK_STORES && this_block_stores) signal_first_store(block.dQ_semaphore(head, m0, consumer));
         if (DETERMINISTIC && !SEMAPHORE_PREFETCH) counter_arrive(block.dQ_semaphore(head, m0, consumer));
     }
 };

@@ -63,16 +63,25 @@ __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, cons
 }
 
 // The loop over the m_blocks of a published work tile, for each query head of the group. The range is read from shared
-// memory in each step.
+// memory in each step. Without a mask the loop starts at row n0 and wraps around, as ROTATED in bwd_wgmma_tiles.cuh.
 struct MBlockLoop {
+    static constexpr bool ROTATED = !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND;
     int head, m0;  // head within the group and first row; head = group after the last m_block
 
     __device__ __forceinline__ MBlockLoop(const volatile PersistentWorkTile& work_tile, int group)
-        : m0(work_tile.begin) {
+        : m0(first(work_tile)) {
         head = m0 < work_tile.end ? 0 : group;
+    }
+    static __device__ __forceinline__ int first(const volatile PersistentWorkTile& work_tile) {
+        if (!ROTATED) return work_tile.begin;
+        const int n0 = work_tile.n_block * BLOCK_N;
+        return n0 < work_tile.end ? n0 : 0;
     }
     __device__ __forceinline__ void next(const volatile PersistentWorkTile& work_tile) {
         m0 += BLOCK_M;
-        if (m0 >= work_tile.end) ++head, m0 = work_tile.begin;
+        if (ROTATED) {
+            if (m0 >= work_tile.end) m0 = 0;
+            if (m0 == first(work_tile)) ++head;
+        } else if (m0 >= work_tile.end) ++head, m0 = work_tile.begin;
     }
 };

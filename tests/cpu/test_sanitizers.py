@@ -213,6 +213,23 @@ def test_a_warp_that_lags_behind_is_waited_for() -> None:
     assert found.clean, found.findings
 
 
+def test_consumers_that_lag_behind_are_waited_for() -> None:
+    """One block with four work tiles: V of the next one is loaded when both consumers have read the previous V. With
+    one key tile per head nothing is added to dQ: the result does not depend on the order of threads."""
+    kernel = dataclasses.replace(registry.get("bwd_wgmma_persistent"), deterministic=True)
+    tile = Tile(**{**kernel.tiles[0], "BLOCKS": 1})
+    found = on_host("orders", kernel, Problem(1, 4, 130, 100, 40, dtype="float16"), tile, timeout=60)
+    assert found.clean, found.findings
+
+
+def test_all_lanes_have_read_a_work_tile() -> None:
+    """Keys in pages, which the lanes of a warp load: the next work tile of the block overwrites this one."""
+    problem = Problem(3, 4, 70, 160, 64, Hk=2, dtype="float16", causal="bottom-right", page_size=16, pages=40)
+    tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=1)
+    found = on_host("thread", registry.get("fwd_wgmma"), problem, tile, timeout=60)
+    assert found.clean, found.findings
+
+
 def test_partial_sums_of_other_blocks_are_waited_for() -> None:
     """An FP8 work tile whose keys two blocks share (stream-K)."""
     kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 1, 64, 832, 32, dtype="float8_e4m3")

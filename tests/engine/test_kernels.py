@@ -342,10 +342,12 @@ FEW_WORK_TILES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"ma
 
 
 @pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_WORK_TILES, ids=str)
-@pytest.mark.parametrize(("D", "Dv"), [(104, 104), (192, 96)])
-@pytest.mark.sampled(12)
+@pytest.mark.parametrize(
+    ("kernel", "D", "Dv"), [("bwd_wgmma", 104, 104), ("bwd_wgmma", 192, 96), ("bwd_wgmma_persistent", 40, 40)]
+)
+@pytest.mark.sampled(18)
 def test_the_first_block_stores_dq(
-    Sq: int, Sk: int, options: dict, D: int, Dv: int, device: Device, monkeypatch: pytest.MonkeyPatch
+    Sq: int, Sk: int, options: dict, kernel: str, D: int, Dv: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first block that adds to a dQ tile stores instead, so that no zeroing is needed: scratch is 1 before. Rows
     without keys have no such block; rows with NaN behind a mask are recomputed.
@@ -357,7 +359,7 @@ def test_the_first_block_stores_dq(
     ones = lambda shape, dtype, *fill: np.ones(shape, dtype) if dtype == "float32" else filled(shape, dtype, *fill)  # noqa: E731
     monkeypatch.setattr(trial, "_filled", ones)
     problem = Problem(1, 1, Sq, Sk, D, Dv=Dv, dtype="float16", **options)
-    result = check.verify(registry.get("bwd_wgmma"), Case("first", problem), device)
+    result = check.verify(registry.get(kernel), Case("first", problem), device)
     assert result.ok is not False, result.message
 
 
