@@ -61,8 +61,8 @@ struct KeyTileLoader {
 #if PAGE_SIZE
         const SmemAddr full = KeyPipeline::full(base, stage_of(i));
         const int lane = threadIdx.x % 32, row = lane * PAGE_BOX;
+        // Bytes of other lanes may arrive earlier: the phase lasts until this arrival.
         if (lane == 0) mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + extra_tx_bytes);
-        __syncwarp();  // the barrier expects the bytes
         if (row < BLOCK_N) {
             const int2 box = sequence.template tma_page_coords<PAGE_BOX>(n0 + row);
             KeyPipeline::Tile::load_5d(base + KeyPipeline::tile_at(i) + row * 128, map, box.x, tensor.stride_h ? h : 0,
