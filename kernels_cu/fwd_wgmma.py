@@ -70,10 +70,24 @@ def most_keys(p: Problem) -> int:
 
 @lru_cache(maxsize=64)  # called for every tile, and `replace` validates the new problem
 def pure(p: Problem) -> bool:
-    """Whether Dv is D and no score option is used; the batch may be ragged or paged."""
+    """Whether Dv is D and no score option is used, except a sink, which only the last step of a row reads; the batch
+    may be ragged or paged."""
     if p.page_size:  # key_lengths belongs to pages
         p = replace(p, lengths=(), page_size=0, pages=0, key_lengths=False)
+    if p.sink:
+        p = replace(p, sink=False)
     return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
+
+
+def many_rows(p: Problem) -> bool:
+    """Whether tiles of 192 and, up to D = 64, 256 rows are the fastest with these options, although scores that are
+    modified or masked need registers (experiments/014_scores)."""
+    width = max(p.D, p.Dv)
+    if pure(p):
+        return True
+    if most_keys(p) < 256 or p.ragged or p.score or width > 128:
+        return False
+    return width <= 64 or bool(p.softcap) or (bool(p.causal) and p.Sq >= 4096)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
@@ -128,20 +142,20 @@ def rank(p: Problem, t: Tile) -> int:
 def was_timed(p: Problem, t: Tile) -> bool:
     """Whether a tile of this size was timed with such options (experiments/008_hopper, 014_scores): a preference, not a
     limit. A tile that was not timed may be faster."""
-    consumers, simple, keys = t.BLOCK_M // 64, pure(p), most_keys(p)
+    consumers, many, keys = t.BLOCK_M // 64, many_rows(p), most_keys(p)
     # Registers of O, S and P per thread: tiles beyond these limits were not timed.
     words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if simple else 16):
+    if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if many else 16):
         return False
     if consumers < 3:
         return keys >= t.BLOCK_N
-    return keys == 256 and (simple or (consumers == 3 and not p.dropout and not p.ragged))
+    return keys == 256 and (many or (consumers == 3 and not p.dropout and not p.ragged))
 
 
 def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M and BLOCK_N of the fastest tile."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
-    short = p.Sq < (4096 if p.causal else 2048)
+    short = p.Sq < (4096 if p.causal and not p.softcap else 2048)
     if p.has_block_map:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
     if p.page_size and width > 64:  # a box of keys is in one page: powers of two (experiments/028_serving)
@@ -155,12 +169,10 @@ def best(p: Problem) -> tuple[int, int]:
     if p.bias_tiles:
         return 128 if short else 192, 64
     if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about the same number of keys: fill the waves
-        tiles = (128, 128), (192, 128 if width <= 64 else 80)
+        tiles = ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80))
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
-    if width <= 64 and simple and min(p.Sq, p.Sk) <= (4096 if p.causal else 1024):
-        return 256, 64  # four consumers hide more of the prologue and epilogue of short sequences
-    if width <= 64:
-        return 192, 128
+    if width <= 64:  # four consumers hide more of the prologue and epilogue of short sequences
+        return (256, 64) if many_rows(p) and few_keys(p) else (192, 128)
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
     if width > 96 and simple:  # BLOCK_M=192 from 2048 rows on, or 1152 if every consumer of the last tile has rows
@@ -168,6 +180,16 @@ def best(p: Problem) -> tuple[int, int]:
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
+
+
+def few_keys(p: Problem) -> bool:
+    """Whether BLOCK_M=256 is faster than 192 up to D = 64. With softcap and ALiBi it always is."""
+    if p.ragged or p.page_size:
+        return min(p.Sq, p.Sk) <= (4096 if p.causal else 1024)
+    left, right = p.bounds
+    keys = min(p.Sk, p.Sk if left is None or right is None else left + right + 1)
+    unbounded = p.causal and left is None and not p.dropout
+    return bool(p.softcap or p.alibi or unbounded) or min(p.Sq, keys) < 4096
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:

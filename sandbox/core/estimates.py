@@ -39,7 +39,7 @@ def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> floa
     of_head, width = cdiv(rows, t.BLOCK_M), p.D + p.Dv
     keys = t.BLOCK_N * cdiv(cdiv(keys_of_row(p), splits), t.BLOCK_N)
     filled = 64 * cdiv(cdiv(rows, 64), max(of_head, 1))
-    rate = at_width(RATES, p) * {64: 0.5, 192: 1.2}.get(t.BLOCK_M, 1.0)
+    rate = at_width(RATES, p) * {64: 0.5, 192: 1.2, 256: 1.35}.get(t.BLOCK_M, 1.0)
     rate *= NARROW.get(t.BLOCK_N, 0.75) if max(p.D, p.Dv) <= 128 else 1.0
     work_tile = 1e-6 * (t.BLOCK_M + filled) * keys * width / rate + 1 + 3e-5 * t.BLOCK_N * width
     waves = cdiv(p.batches * heads * of_head * splits, t.BLOCKS)
