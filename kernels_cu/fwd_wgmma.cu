@@ -40,7 +40,7 @@ template <Load LOAD>
 __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
     unsigned pipe_index = 0;  // index of the work tile's first key tile in the pipelines
     TileLists lists(smem + TILE_LISTS_AT);
-    Scheduler::Reader<LOAD_BY_WARP> scheduler(smem);
+    Scheduler::Reader scheduler(smem);
 #pragma unroll 1
     while (scheduler.next(/*release_now=*/!SCHEDULE_LATE)) {
         const WorkTileRange work_tile(scheduler.tile, args.score);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_KV(char* smem, const Arguments& args) {
 // The thread that loads Q of all work tiles, 64 rows for each consumer.
 __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
     const SmemAddr base = smem_address(smem);
-    Scheduler::Reader<> scheduler(smem);
+    Scheduler::Reader scheduler(smem);
 #pragma unroll 1
     while (scheduler.next()) {
         const WorkTileRange work_tile(scheduler.tile, args.score);

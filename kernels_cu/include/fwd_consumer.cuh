@@ -28,7 +28,7 @@ struct ConsumerState {  // of a consumer thread, kept from one work tile to the 
     const bool store_lane;
     unsigned next_pipe_index = 0;  // index of the next work tile's first key tile in the pipelines
     int tiles_to_drain = 0;        // postponed_tiles() of the previous work tile
-    Scheduler::Reader<> scheduler;
+    Scheduler::Reader scheduler;
     bool has_work_tile = false;  // scheduler.tile is valid
     __device__ __forceinline__ ConsumerState(char* smem, unsigned lane, const Score& score)
         : smem(smem), lane(lane), scale_log2(Head::softmax_scale_of(score) * Head::LOG2E), g(lane / 4), q(lane % 4),

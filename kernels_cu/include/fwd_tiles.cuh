@@ -52,13 +52,13 @@ using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a blo
 constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
-// Whether the lanes of two warps load K and V, instead of one thread (fwd_load.cuh).
+// Whether the lanes of two warps load K and V, instead of one thread (fwd_load.cuh). Threads that load these and Q.
 constexpr bool LOAD_BY_WARP = PAGE_SIZE;
+constexpr unsigned LOAD_THREADS = LOAD_BY_WARP ? 2 * 32 + 1 : 2;
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     init_QKV_barriers<KPipeline, VPipeline, FullQ, EmptyQ>(base, CONSUMERS);
-    // Readers: those that load K and V, Q, and with LOAD_BY_WARP V; and all consumers.
-    Scheduler::init_barriers(base, (LOAD_BY_WARP ? 3 : 2) + 128 * CONSUMERS);
+    Scheduler::init_barriers(base, LOAD_THREADS + 128 * CONSUMERS);  // readers: load threads and all consumers
     if (Head::HAS_BLOCK_MAP) TileLists::init_barriers(base + TILE_LISTS_AT);
     fence_proxy_async();
 }

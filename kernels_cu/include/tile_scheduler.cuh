@@ -120,7 +120,7 @@ struct StaticWorkTiles {
 //
 //   using Scheduler = SchedulerPipeline<AT>;
 //   Scheduler::Writer work_tiles{smem};    scheduler warp:   work_tiles.publish_all(...)
-//   Scheduler::Reader<> scheduler(smem);   other warps:      while (scheduler.next()) ... scheduler.tile ...
+//   Scheduler::Reader scheduler(smem);     other warps:      while (scheduler.next()) ... scheduler.tile ...
 template <unsigned AT>
 struct SchedulerPipeline : Pipeline<AT, 1> {
     using Pipeline<AT, 1>::full, Pipeline<AT, 1>::empty;
@@ -203,8 +203,6 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
         }
     };
 
-    // BY_WARP: all lanes of a warp read, and one of them releases the stage for all.
-    template <bool BY_WARP = false>
     struct Reader {
         const char* const smem;
         unsigned count = 0;
@@ -219,10 +217,7 @@ struct SchedulerPipeline : Pipeline<AT, 1> {
             if (release_now) release();
             return true;
         }
-        __device__ __forceinline__ void release() const {
-            if (BY_WARP) __syncwarp();  // all lanes have read the work tile
-            if (!BY_WARP || threadIdx.x % 32 == 0) SchedulerPipeline::release(smem_address(smem), 0);
-        }
+        __device__ __forceinline__ void release() const { SchedulerPipeline::release(smem_address(smem), 0); }
         // Parity of the current phase of barriers that complete once per work tile.
         __device__ __forceinline__ unsigned phase() const { return (count - 1) % 2; }
     };
