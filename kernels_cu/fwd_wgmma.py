@@ -85,7 +85,7 @@ def many_rows(p: Problem) -> bool:
     width = max(p.D, p.Dv)
     if pure(p):
         return True
-    if most_keys(p) < 256 or p.ragged or p.score or width > 128:
+    if most_keys(p) < 256 or p.bias or p.ragged or p.score or width > 128:
         return False
     return width <= 64 or bool(p.softcap) or (bool(p.causal) and p.Sq >= 4096)
 
