@@ -80,8 +80,8 @@ def pure(p: Problem) -> bool:
 
 
 def many_rows(p: Problem) -> bool:
-    """Whether tiles of 192 and, up to D = 64, 256 rows are the fastest with these options, although scores that are
-    modified or masked need registers (experiments/014_scores)."""
+    """Whether was_timed may use all registers for tiles of 192 and 256 rows: without options, or where such tiles were
+    faster, although scores that are modified or masked need registers, too (experiments/014_scores)."""
     width = max(p.D, p.Dv)
     if pure(p):
         return True
@@ -91,7 +91,8 @@ def many_rows(p: Problem) -> bool:
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
-    """Why a tile is not supported: steps of wgmma, registers of O, block maps, or shared memory of a block."""
+    """Why a tile is not supported: steps of wgmma, registers of O, bits of a mask, block maps, or shared memory of a
+    block."""
     smem = smem_bytes(p, t)
     rules = (
         (
@@ -134,16 +135,17 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 def rank(p: Problem, t: Tile) -> int:
-    """Sort key of tiles: tiles that were timed with the options first, and of these the fastest one. STAGES does not
-    count: of tiles with equal BLOCK_M and BLOCK_N, the first one in `tiles` that fits is used."""
+    """Sort key of tiles: tiles that were timed with the options first, and of these the fastest one. If `best` was not
+    timed, the first of `tiles` that was. STAGES does not count: of tiles with equal BLOCK_M and BLOCK_N, the first one
+    in `tiles` that fits is used."""
     return 2 * (not was_timed(p, t)) + (best(p) != (t.BLOCK_M, t.BLOCK_N))
 
 
 def was_timed(p: Problem, t: Tile) -> bool:
-    """Whether a tile of this size was timed with such options (experiments/008_hopper, 014_scores): a preference, not a
-    limit. A tile that was not timed may be faster."""
+    """Whether a tile of this size was timed with such options, and was not slower than smaller ones
+    (experiments/008_hopper, 014_scores): a preference, not a limit. A tile that was not timed may be faster."""
     consumers, many, keys = t.BLOCK_M // 64, many_rows(p), most_keys(p)
-    # Registers of O, S and P per thread: tiles beyond these limits were not timed.
+    # Registers of O, S and P per thread.
     words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
     if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if many else 16):
         return False
@@ -158,7 +160,9 @@ def best(p: Problem) -> tuple[int, int]:
     short = p.Sq < (4096 if p.causal and not p.softcap else 2048)
     if p.has_block_map:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
-    if p.page_size and width > 64:  # a box of keys is in one page: powers of two (experiments/028_serving)
+    if (
+        p.page_size and width > 64
+    ):  # BLOCK_N a power of two, for large boxes, each in one page (experiments/028_serving)
         return (128, 64) if width > 128 else (192, 64) if simple and p.Sq >= 1152 else (128, 128)
     if p.ragged and not simple:
         return 128, 64 if width > 128 else 128
@@ -172,7 +176,7 @@ def best(p: Problem) -> tuple[int, int]:
         tiles = ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80))
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
     if width <= 64:  # four consumers hide more of the prologue and epilogue of short sequences
-        return (256, 64) if many_rows(p) and few_keys(p) else (192, 128)
+        return (256, 64) if many_rows(p) and four_consumers(p) else (192, 128)
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
     if width > 96 and simple:  # BLOCK_M=192 from 2048 rows on, or 1152 if every consumer of the last tile has rows
@@ -182,9 +186,11 @@ def best(p: Problem) -> tuple[int, int]:
     return 192, 80 if p.window[0] is None else 64
 
 
-def few_keys(p: Problem) -> bool:
-    """Whether BLOCK_M=256 is faster than 192 up to D = 64. With softcap and ALiBi it always is."""
-    if p.ragged or p.page_size:
+def four_consumers(p: Problem) -> bool:
+    """Whether 256 x 64 is faster than 192 x 128 up to D = 64: with softcap or ALiBi, with a causal mask without a left
+    bound or dropout, and with fewer than 4096 queries or visible keys. Ragged batches, and pages without options:
+    shorter ones alone."""
+    if p.ragged or (p.page_size and pure(p)):
         return min(p.Sq, p.Sk) <= (4096 if p.causal else 1024)
     left, right = p.bounds
     keys = min(p.Sk, p.Sk if left is None or right is None else left + right + 1)

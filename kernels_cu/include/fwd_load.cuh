@@ -10,7 +10,7 @@ __device__ constexpr int greatest_common_divisor(int a, int b) { return b ? grea
 constexpr int PAGE_BOX = greatest_common_divisor(BLOCK_N, PAGE_SIZE);
 static_assert(PAGE_BOX % 8 == 0, "a box begins at a multiple of 8 rows, the period of the swizzle");
 static_assert(!LOAD_BY_WARP || BLOCK_N / PAGE_BOX <= 32, "a lane loads one box");
-static_assert(!LOAD_BY_WARP || !(Head::HAS_BLOCK_MAP || BIAS_TILES), "entries and bias tiles are loaded by one thread");
+static_assert(!LOAD_BY_WARP || !Head::HAS_BLOCK_MAP, "one thread writes the entries of a block map");
 
 enum class Load { K, V, K_AND_V };  // what a thread or warp loads of each key tile
 
@@ -39,7 +39,7 @@ struct KeyTileLoader {
         TIMELINE(load);
         if (Head::HAS_BLOCK_MAP) KeyTileEntries::entry(smem, stage) = entry;
         load_tile<KPipeline>(i, args.K_map, args.K, n0, Bias::STAGE_BYTES);
-        if (BIAS_TILES)
+        if (BIAS_TILES && (!LOAD_BY_WARP || threadIdx.x % 32 == 0))
             Bias::load(base, stage, args.bias_map, args.score, work_tile.h(), b, work_tile.row0, n0,
                        KPipeline::full(base, stage));
     }
@@ -61,6 +61,7 @@ struct KeyTileLoader {
 #if PAGE_SIZE
         const SmemAddr full = KeyPipeline::full(base, stage_of(i));
         const int lane = threadIdx.x % 32, row = lane * PAGE_BOX;
+        __syncwarp();  // all lanes have acquired the stage: one without a box must not fall two phases behind
         // Bytes of other lanes may arrive earlier: the phase lasts until this arrival.
         if (lane == 0) mbarrier_arrive_expect_tx(full, KeyPipeline::Tile::BYTES + extra_tx_bytes);
         if (row < BLOCK_N) {

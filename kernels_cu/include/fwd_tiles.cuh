@@ -52,7 +52,8 @@ using KeyTileEntries = StageEntries<Scheduler::END, STAGES>;  // used with a blo
 constexpr unsigned TILE_LISTS_AT = (KeyTileEntries::END + 7) / 8 * 8;
 static_assert(TILE_LISTS_AT + TileLists::BYTES <= SMEM_BYTES, "barriers and lists must fit in BARRIER_BYTES");
 
-// Whether the lanes of two warps load K and V, instead of one thread (fwd_load.cuh). Threads that load these and Q.
+// Whether the lanes of two warps load K and V, instead of one thread (fwd_load.cuh). LOAD_THREADS: those that load K, V
+// and Q; each releases the work tile itself.
 constexpr bool LOAD_BY_WARP = PAGE_SIZE;
 constexpr unsigned LOAD_THREADS = LOAD_BY_WARP ? 2 * 32 + 1 : 2;
 

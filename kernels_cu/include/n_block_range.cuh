@@ -27,12 +27,12 @@ constexpr unsigned WINDOW_SKEW = (BLOCK_M - WARPGROUP_ROWS + BLOCK_N - 1) / BLOC
 constexpr bool STAGGERED =
     Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP && !WALK_BACKWARDS && CONSUMERS > 1 && STAGES >= 2 + WINDOW_SKEW;
 
-// SCHEDULE_LATE: in ragged batches, the load warp releases the scheduler's stage after the load of K of the second to
-// last key tile, not when the work tile starts, so that the block draws its next work tile late. A work tile that is
-// drawn early waits for this block, although another block may be idle (20 sequences of 21 ... 6192 rows: +9%, 8 of
-// 2048 rows at D = 256: +6%; a release at the last key tile: -1%). The load warp gets there only when all consumers
-// have released earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the next work
-// tile: otherwise both could wait for each other.
+// SCHEDULE_LATE: in ragged batches, each thread that loads K or V releases the scheduler's stage at the second to last
+// key tile (after the load of its K), not when the work tile starts, so that the block draws its next work tile late. A
+// work tile that is drawn early waits for this block, although another block may be idle (20 sequences of 21 ... 6192
+// rows: +9%, 8 of 2048 rows at D = 256: +6%; a release at the last key tile: -1%). It gets there only when all
+// consumers have released earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the
+// next work tile: otherwise both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !STAGGERED;
 
 // The fixed ranges of keys of fwd_wgmma_invariant (key_splits.cuh), in key tiles; sandbox/core/key_splits.py has the

@@ -35,7 +35,7 @@ struct PersistentWorkTile {
 
 // Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
 // groups, first n_blocks first, as in tile_scheduler_bwd.cuh; a group has one wave of work tiles, or half a wave if a
-// head has at most four n_blocks.
+// head has at most four n_blocks, and the last group the heads that are left.
 __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk,
                                                            unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
@@ -49,7 +49,7 @@ __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, cons
                    group_heads = min(width, max(heads, first + 1) - first);
     const unsigned index = number - first * key_tiles, head = first + index % group_heads;
     PersistentWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
-                                 head < heads ? static_cast<int>(head / Hk) : -1};
+                                 number < heads * key_tiles ? static_cast<int>(head / Hk) : -1};
     if (work_tile.b < 0) return work_tile;
     const SeqlenInfo sequence(score, work_tile.b);
     const Head any_head(sequence, 0);  // the mask does not depend on the head

@@ -194,6 +194,16 @@ def test_boxes_of_pages(fields: dict[str, Any], device: Device) -> None:
     assert result.ok, f"{problem}: {result}"
 
 
+def test_a_bias_that_tma_loads_with_pages(device: Device) -> None:
+    """One lane loads the bias tile, while all lanes load pages."""
+    problem = Problem(
+        2, 4, 150, 160, 64, Hk=2, dtype="float16", causal="bottom-right", page_size=16, bias=(1, 4, 150, 160)
+    )
+    assert problem.bias_tiles
+    result = check.verify(registry.get("fwd_wgmma"), Case("bias", problem), device)
+    assert result.ok, result
+
+
 def mixed(draw: random.Random, **fields: Any) -> Problem:
     """A step of an inference server: single tokens, some sequences with a few more, and chunks of prompts, shuffled."""
     H, Hk = draw.choice(((8, 2), (4, 4), (16, 2)))
