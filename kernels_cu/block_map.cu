@@ -7,8 +7,8 @@
 //
 // A mask tensor (HAS_ELEMENT_BITS): a block computes the words of two rows of the map. A warp reads 8 queries x 512
 // keys, a lane 16 keys per query, which are one bit of the word and 16 element bits. Loads are as wide as the alignment
-// of all rows allows. Element bits are stored only where kernels read them: if some of a row's 512 keys are hidden, and
-// some keys of the two rows are visible.
+// of all rows allows. The element bits of one row of the map (64 queries) x 512 keys are stored if the mask hides some
+// of them, and leaves some of the two rows' visible: only then do kernels read them.
 #include "tensor.cuh"
 #include "score_mod.cuh"
 
@@ -16,6 +16,7 @@ constexpr int ROWS = 16, KEYS = 128, WARPS = BLOCK_N / KEYS * (BLOCK_M / ROWS), 
 static_assert(BLOCK_M == Head::MAP_M && BLOCK_N == Head::WORD_KEYS && SMEM_BYTES == 0,
               "a block computes one word of the map");
 static_assert(LANE_KEYS == 16, "one load and one bit per lane");
+constexpr int MAP_ROWS = Head::HAS_ELEMENT_BITS ? 2 : 1, ROW_WARPS = WARPS / MAP_ROWS;  // rows per block; warps per row
 
 // One bit per byte: whether it is not 0.
 __device__ __forceinline__ unsigned nonzero_bytes(unsigned char byte) { return byte != 0; }
@@ -36,12 +37,12 @@ struct WordBits {
 #if BLOCK_MAP == 2
 // A warp's rows of a mask tensor.
 struct TensorRows {
-    static constexpr int MAP_ROWS = 2, ROW_WARPS = WARPS / MAP_ROWS;  // rows of the map per block; warps per row
-    // Queries per warp; queries per 64-bit word of pair_masks.
+    // Queries per warp; queries per word of element_words.
     static constexpr int WARP_ROWS = BLOCK_M / ROW_WARPS, ROWS_PER_WORD = 4;
-    unsigned long long pair_masks[WARP_ROWS / ROWS_PER_WORD];  // the element bits of this lane's 16 keys
+    unsigned long long element_words[WARP_ROWS / ROWS_PER_WORD];  // the element bits of this lane's 16 keys
 
-    // 16 keys from first_key on, in loads of a Word. needed: whether kernels read the word.
+    // 16 keys from first_key on, in loads of a Word. needed: whether kernels read the map for the 128 keys (KEYS) that
+    // contain these.
     template <class Word>
     __device__ __forceinline__ void scan(WordBits& bits, const Head& head, int first_row, int first_key, int keys,
                                          bool needed) {
@@ -49,7 +50,7 @@ struct TensorRows {
         unsigned some_visible_lane = 0, all_visible_lane = 0xffff;
 #pragma unroll
         for (int part = 0; part < WARP_ROWS / ROWS_PER_WORD; ++part) {
-            pair_masks[part] = 0;
+            element_words[part] = 0;
 #pragma unroll 1
             for (int row_offset = 0; row_offset < ROWS_PER_WORD; row_offset += ROWS_IN_FLIGHT) {
                 Word bytes[ROWS_IN_FLIGHT][LANE_KEYS / WIDTH] = {};
@@ -63,16 +64,16 @@ struct TensorRows {
                 }
 #pragma unroll
                 for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-                    unsigned pairs = 0;
+                    unsigned row_bits = 0;
 #pragma unroll
                     for (int k = 0; k < LANE_KEYS; k += WIDTH) {
                         unsigned visible = nonzero_bytes(bytes[i][k / WIDTH]);
                         if (first_key + k >= keys)
                             visible = visible >> (WIDTH - 1) ? (1u << WIDTH) - 1 : 0;  // copy the last key
-                        pairs |= visible << k;
+                        row_bits |= visible << k;
                     }
-                    some_visible_lane |= pairs, all_visible_lane &= pairs;
-                    pair_masks[part] |= static_cast<unsigned long long>(pairs) << LANE_KEYS * (row_offset + i);
+                    some_visible_lane |= row_bits, all_visible_lane &= row_bits;
+                    element_words[part] |= static_cast<unsigned long long>(row_bits) << LANE_KEYS * (row_offset + i);
                 }
             }
         }
@@ -81,15 +82,12 @@ struct TensorRows {
     }
     // The lane's element bits of the warp's i-th row.
     __device__ __forceinline__ unsigned short element_bits(int i) const {
-        return static_cast<unsigned short>(pair_masks[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
+        return static_cast<unsigned short>(element_words[i / ROWS_PER_WORD] >> LANE_KEYS * (i % ROWS_PER_WORD));
     }
 };
 #elif BLOCK_MAP
-struct TensorRows {
-    static constexpr int MAP_ROWS = 1, ROW_WARPS = WARPS;
-};
-
-// mask_mod of a warp's 16 queries x 128 keys from (first_row, first_key) on. needed: whether kernels read the word.
+// mask_mod of a warp's 16 queries x 128 keys from (first_row, first_key) on. needed: whether kernels read the map
+// there.
 __device__ __forceinline__ WordBits scan_mask_mod(const Head& head, int first_row, int first_key, int keys,
                                                   bool needed) {
     WordBits bits;
@@ -113,8 +111,8 @@ __device__ __forceinline__ WordBits scan_mask_mod(const Head& head, int first_ro
         bits.some_visible |= ((visible & 0xffff ? 1 : 0) | (visible >> 16 ? 2 : 0)) << 2 * k;
         bits.some_hidden |= ((any_hidden & 0xffff ? 1 : 0) | (any_hidden >> 16 ? 2 : 0)) << 2 * k;
     }
-    const int src = first_key % BLOCK_N / LANE_KEYS;
-    bits.some_visible <<= src, bits.some_hidden <<= src;
+    const int first_bit = first_key % BLOCK_N / LANE_KEYS;
+    bits.some_visible <<= first_bit, bits.some_hidden <<= first_bit;
     return bits;
 }
 #endif
@@ -124,7 +122,6 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::HAS_ELEMENT_BITS ? 3 :
     int map_rows,         // rows of the map, MAP_M queries each; 1 if the mask does not depend on the query
     const __grid_constant__ Score score) {
 #if BLOCK_MAP
-    constexpr int MAP_ROWS = TensorRows::MAP_ROWS, ROW_WARPS = TensorRows::ROW_WARPS;
     __shared__ unsigned bits_smem[2][WARPS];
     const int words = Head::kind_words(score), word = blockIdx.x % words, row0 = blockIdx.x / words * MAP_ROWS,
               h = blockIdx.y, b = blockIdx.z;
@@ -143,13 +140,13 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, Head::HAS_ELEMENT_BITS ? 3 :
     };
     WordBits bits;
 #if BLOCK_MAP == 2
-    const int first_key = word * BLOCK_N + lane * LANE_KEYS, group = first_key / KEYS * KEYS;
+    const int first_key = word * BLOCK_N + lane * LANE_KEYS, first_of_128 = first_key / KEYS * KEYS;
     const int first_row = m0 + warp * TensorRows::WARP_ROWS;
-    const bool needed = is_needed(group, group + KEYS);
+    const bool needed = is_needed(first_of_128, first_of_128 + KEYS);
     TensorRows rows;
-    const auto rows_at = reinterpret_cast<size_t>(head.mask) | score.mask.stride_i | keys;
-    if (rows_at % sizeof(uint4) == 0) rows.scan<uint4>(bits, head, first_row, first_key, keys, needed);
-    else if (rows_at % sizeof(unsigned) == 0) rows.scan<unsigned>(bits, head, first_row, first_key, keys, needed);
+    const auto alignment = reinterpret_cast<size_t>(head.mask) | score.mask.stride_i | keys;
+    if (alignment % sizeof(uint4) == 0) rows.scan<uint4>(bits, head, first_row, first_key, keys, needed);
+    else if (alignment % sizeof(unsigned) == 0) rows.scan<unsigned>(bits, head, first_row, first_key, keys, needed);
     else rows.scan<unsigned char>(bits, head, first_row, first_key, keys, needed);
 #else
     const int first_key = word * BLOCK_N + warp % (BLOCK_N / KEYS) * KEYS;

@@ -11,7 +11,8 @@
 //   warp 0        tile scheduler: fetches and publishes work tiles; loads Q and dO per m_block, K and V with the first
 //                 m_block
 //   warp 1        loads LSE and delta per m_block
-//   warps 2, 3    store warps: each stores one consumer's staging buffer, which contains dQ, dV or dK
+//   warps 2, 3    store warps: each stores one consumer's staging buffer, which contains dQ, dV or dK. The first block
+//                 that arrives at the semaphore of a dQ tile stores it, the others add (dq_semaphore.cuh)
 //   consumers     as bwd_wgmma with BLOCK_M = 128, but a turn of the ping-pong includes the store of dS
 //
 //   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] | staging [2] | LSE, delta |
@@ -58,11 +59,11 @@ using TileOffsets = BwdTileOffsets<Q_AT, dO_AT, dS_AT>;
 //
 //   iteration            staged            description    store warp
 //   m_block 0            dS = 0 times K    m_block 0      stores nothing, remembers m_block 0
-//   m_block 1            dQ of m_block 0   m_block 1      adds it to m_block 0, remembers m_block 1
+//   m_block 1            dQ of m_block 0   m_block 1      stores or adds it in m_block 0, remembers m_block 1
 //   end of work tile     dV, then dK       dV, then dK    stores them
-//   m_block 2            dQ of m_block 1   m_block 2      adds it to m_block 1, remembers m_block 2
+//   m_block 2            dQ of m_block 1   m_block 2      stores or adds it in m_block 1, remembers m_block 2
 //   ...
-//   end of the block     dQ of m_block 3   LAST_DQ        adds it to m_block 3, ends
+//   end of the block     dQ of m_block 3   LAST_DQ        stores or adds it in m_block 3, ends
 struct StagedStore {
     int m0, n0, h, b;                                     // h: query head; for dV and dK the key/value head
     static constexpr int dV = -1, dK = -2, LAST_DQ = -3;  // values of m0; LAST_DQ: dQ of the block's last m_block
@@ -183,7 +184,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma_persistent(
     TIMELINE(done);
 }
 
-// dQ = scale * dQ_accum. Each warp converts what the consumer warps with the same index have added, in all blocks.
+// dQ = scale * dQ_accum. Each warp converts what the consumer warps with the same index have stored or added, in all
+// blocks.
 extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postprocess(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,

@@ -21,10 +21,10 @@
 // In fwd_decode each warp has other keys. To combine the results of the warps takes 4 us per head, during which the SM
 // loads nothing. Here the warps share all keys, and the keys of the next head load while O is stored.
 //
-// Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first tile. If a P is too large, S is computed again
-// (K is still in its stage) and m is raised, by all four warps together, because each has columns of O of all rows. The
-// named barrier after the store of P also combines the warps' votes. Layouts and shared memory: decode_tiles_wgmma.cuh.
-// Measurements: experiments/020_decode.
+// Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first tile, until a P exceeds P_LIMIT. Then S is
+// computed again (K is still in its stage), and all four warps raise m together, because each has columns of O of all
+// rows. The named barrier after the store of P also combines the warps' votes. Layouts and shared memory:
+// decode_tiles_wgmma.cuh. Measurements: experiments/020_decode.
 #define FALLBACK_INLINE __forceinline__
 #include "decode_tiles_wgmma.cuh"
 #include "non_finite.cuh"
@@ -190,7 +190,7 @@ struct ConsumerWarpgroup {
             for (int half = 0; half < 2; ++half) O_acc[slab][r / 2 * 4 + r % 2 + 2 * half] *= factor;
     }
 
-    // S, m, l and O of all key tiles. next_pipe_index: of the next tile in the pipeline.
+    // m, l and O_acc (not divided by l) of all key tiles. next_pipe_index: of the next tile in the pipeline.
     __device__ __forceinline__ void mainloop(const PackedWorkTile& work_tile, unsigned& next_pipe_index) const {
         const Range fully_visible = group_head.fully_visible_keys(work_tile.first_query, work_tile.end_of_queries());
         bool large = false;
@@ -252,10 +252,10 @@ struct ConsumerWarpgroup {
     // O = O_acc / l and LSE. warp_stats has each warp's part of l, row_maxima has m.
     __device__ __forceinline__ void store_O_LSE(const PackedWorkTile& work_tile, char* smem, const View<dtype>& O,
                                                 float* LSE, int H, int group, const float* row_maxima) const {
-        const auto finalize = [&](const Head& head, int row, float m) {
+        const auto finalize = [&](const Head& head, int row, float row_max) {
             float sum = 0.0f;
             for (int w = 0; w < 4; ++w) sum += warp_stats[w * BLOCK_M + row];
-            return head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(m, sum);
+            return head.finalize<ScoreUnits::RAW, Precision::APPROXIMATE>(row_max, sum);
         };
         const auto head_of = [&](int row) {
             return Head(group_head, work_tile.has(row) ? work_tile.head(row) : work_tile.h * group);

@@ -10,8 +10,7 @@ struct ConsumerWarpgroup {
     const int key_offset;    // first key of the consumer within the work tile
     const float scale_log2;  // of P = exp2(S * scale_log2 - LSE * log2(e))
     const SmemAddr staging;
-    // Local arrays of the kernel. As members, which bwd_wgmma has, they take the same registers and do not spill
-    // either, but the machine code differs; its speed was not measured.
+    // Local arrays of the kernel: as members, which bwd_wgmma has, they do not spill either, but the code differs.
     float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];
     // Counters over all work tiles.
     unsigned staged_count = 1;        // uses of the staging buffer; use 0 is a commit without data, before the first

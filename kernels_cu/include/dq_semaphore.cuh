@@ -45,7 +45,7 @@ __device__ __forceinline__ void signal_first_store(unsigned* semaphore) {
     counter_arrive(semaphore, FIRST_STORED);
 }
 // Whether a block reads the semaphore before its dQ is ready. With a left bound (window) or a block map, few work tiles
-// add to a dQ tile, and this is 0.5% slower, or spills.
+// add to a dQ tile, and this is 0.5% slower, or spills. bwd_wgmma_persistent always does.
 constexpr bool SEMAPHORE_EARLY = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_BLOCK_MAP;
 
 // A dQ-store warp reads the semaphore of its next tile while the store of dQ is in flight; one fence then serves as
