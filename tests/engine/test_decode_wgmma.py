@@ -49,6 +49,15 @@ def test_results_do_not_depend_on_the_number_of_blocks(rows: int, inputs: str, d
         assert all(outputs[name].tobytes() == found[0][name].tobytes() for name in ("O", "LSE"))
 
 
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_the_last_keys(rows: int, device: Device) -> None:
+    """Key tiles of 64 whose last one has few and many keys: those that it lacks are masked."""
+    for Sk in (65, 80, 100, 127):
+        problem = Problem(1, 4, 1, Sk, 64, Hk=1, dtype="float16")
+        result = check.verify(KERNEL, Case("last keys", problem), device, tile_of(rows, 1))
+        assert result.ok, result
+
+
 def test_maxima_that_rise_along_the_mainloop() -> None:
     """Key tiles are visited in descending order: if scores grow towards the first key, each tile raises m."""
     rng = np.random.default_rng(0)
