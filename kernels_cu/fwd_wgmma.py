@@ -79,9 +79,10 @@ def pure(p: Problem) -> bool:
     return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
 
 
-def many_rows(p: Problem) -> bool:
-    """Whether was_timed may use all registers for tiles of 192 and 256 rows: without options, or where such tiles were
-    faster, although scores that are modified or masked need registers, too (experiments/014_scores)."""
+def uses_all_registers(p: Problem) -> bool:
+    """Whether a tile may need all registers, although scores that are modified or masked need some, too: without
+    options; with softcap, ALiBi, dropout or a window where larger tiles were faster (experiments/014_scores).
+    key_lengths, Dv other than D and most pairs of options are treated alike, and were not timed."""
     width = max(p.D, p.Dv)
     if pure(p):
         return True
@@ -138,20 +139,20 @@ def rank(p: Problem, t: Tile) -> int:
     """Sort key of tiles: tiles that were timed with the options first, and of these the fastest one. If `best` was not
     timed, the first of `tiles` that was. STAGES does not count: of tiles with equal BLOCK_M and BLOCK_N, the first one
     in `tiles` that fits is used."""
-    return 2 * (not was_timed(p, t)) + (best(p) != (t.BLOCK_M, t.BLOCK_N))
+    return 2 * (not was_timed(p, t, uses_all_registers(p))) + (best(p) != (t.BLOCK_M, t.BLOCK_N))
 
 
-def was_timed(p: Problem, t: Tile) -> bool:
-    """Whether a tile of this size was timed with such options, and was not slower than smaller ones
-    (experiments/008_hopper, 014_scores): a preference, not a limit. A tile that was not timed may be faster."""
-    consumers, many, keys = t.BLOCK_M // 64, many_rows(p), most_keys(p)
+def was_timed(p: Problem, t: Tile, all_registers: bool) -> bool:
+    """Whether a tile of this size is preferred with such options: it, or one with similar options, was timed
+    (experiments/008_hopper, 014_scores). Not a limit: a tile that was not timed may be faster."""
+    consumers, keys = t.BLOCK_M // 64, most_keys(p)
     # Registers of O, S and P per thread.
     words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if many else 16):
+    if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if all_registers else 16):
         return False
     if consumers < 3:
         return keys >= t.BLOCK_N
-    return keys == 256 and (many or (consumers == 3 and not p.dropout and not p.ragged))
+    return keys == 256 and (all_registers or (consumers == 3 and not p.dropout and not p.ragged))
 
 
 def best(p: Problem) -> tuple[int, int]:
@@ -160,9 +161,8 @@ def best(p: Problem) -> tuple[int, int]:
     short = p.Sq < (4096 if p.causal and not p.softcap else 2048)
     if p.has_block_map:  # masks usually have blocks of powers of two
         return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
-    if (
-        p.page_size and width > 64
-    ):  # BLOCK_N a power of two, for large boxes, each in one page (experiments/028_serving)
+    # With pages: BLOCK_N a power of two, for large boxes, each in one page (experiments/028_serving).
+    if p.page_size and width > 64:
         return (128, 64) if width > 128 else (192, 64) if simple and p.Sq >= 1152 else (128, 128)
     if p.ragged and not simple:
         return 128, 64 if width > 128 else 128
@@ -175,8 +175,8 @@ def best(p: Problem) -> tuple[int, int]:
     if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about the same number of keys: fill the waves
         tiles = ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80))
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
-    if width <= 64:  # four consumers hide more of the prologue and epilogue of short sequences
-        return (256, 64) if many_rows(p) and four_consumers(p) else (192, 128)
+    if width <= 64:
+        return (256, 64) if uses_all_registers(p) and four_consumers(p) else (192, 128)
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
     if width > 96 and simple:  # BLOCK_M=192 from 2048 rows on, or 1152 if every consumer of the last tile has rows
@@ -187,9 +187,10 @@ def best(p: Problem) -> tuple[int, int]:
 
 
 def four_consumers(p: Problem) -> bool:
-    """Whether 256 x 64 is faster than 192 x 128 up to D = 64: with softcap or ALiBi, with a causal mask without a left
-    bound or dropout, and with fewer than 4096 queries or visible keys. Ragged batches, and pages without options:
-    shorter ones alone."""
+    """Up to D = 64: whether 256 x 64 is preferred to 192 x 128, because four consumers hide more of the prologue and
+    epilogue. Always with softcap, ALiBi, or a causal mask that has neither window nor dropout; otherwise if there are
+    fewer than 4096 queries, or a query sees fewer than 4096 keys. Ragged batches, and pages without options: up to 1024
+    queries or keys, with a causal mask 4096."""
     if p.ragged or (p.page_size and pure(p)):
         return min(p.Sq, p.Sk) <= (4096 if p.causal else 1024)
     left, right = p.bounds
@@ -266,7 +267,7 @@ def invariant_tile(p: Problem) -> dict[str, int]:
 def invariant_rank(p: Problem, t: Tile) -> float:
     """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles. Of equal ones
     the smallest, or, if each SM has at most one work tile, the one with most STAGES."""
-    if not was_timed(p, t):
+    if not was_timed(p, t, pure(p)):
         return float("inf")
     tiles = work_tiles(p, t)
     return 16 * tiles + (t.BLOCK_M // 64 if tiles * splits_by_range(p, t) > HOPPER_SMS else -t.STAGES)
@@ -346,7 +347,7 @@ def best_splits(p: Problem, t: Tile) -> int:
 
 def split_us(p: Problem, t: Tile) -> float:
     """Sort key of tiles: the estimated time; tiles that were not timed with the options last."""
-    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (0 if was_timed(p, t) else 1e9)
+    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (0 if was_timed(p, t, pure(p)) else 1e9)
 
 
 def supports_split(p: Problem, arch: Arch | None) -> str | None:

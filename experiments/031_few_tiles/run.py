@@ -71,7 +71,11 @@ def contenders(p: Problem, variants: bool) -> dict[str, tuple[Kernel, Tile | Non
         if p.Sq * p.group <= most and not kernel.why_unsupported(p, HOPPER):
             found[name] = kernel, None
     for tile in SPLIT.tiles if variants else ():
-        if choose.why_tile_unsupported(SPLIT, p, tile, HOPPER) or not SPEC["was_timed"](p, tile) or tile.BLOCK_N < 64:
+        if (
+            choose.why_tile_unsupported(SPLIT, p, tile, HOPPER)
+            or not SPEC["was_timed"](p, tile, SPEC["pure"](p))
+            or tile.BLOCK_N < 64
+        ):
             continue
         best = SPEC["best_splits"](p, tile)
         for count in sorted({max(1, best // 2), best, best + 1, 2 * best}):

@@ -10,7 +10,8 @@ struct ConsumerWarpgroup {
     const int key_offset;    // first key of the consumer within the work tile
     const float scale_log2;  // of P = exp2(S * scale_log2 - LSE * log2(e))
     const SmemAddr staging;
-    // Local arrays of the kernel: as members, which bwd_wgmma has, they do not spill either, but the code differs.
+    // References to arrays of the kernel. Members, as in bwd_wgmma, do not spill either, but give other machine code,
+    // which was not timed.
     float (&dK)[D_PAD / 2], (&dV)[D_PAD / 2];
     // Counters over all work tiles.
     unsigned staged_count = 1;        // uses of the staging buffer; use 0 is a commit without data, before the first

@@ -138,20 +138,20 @@ struct StoreWarp {
             wait_staging(n + 1);
             const volatile StagedStore& entry = staged_store(n);
             const int kind = entry.m0;
-            unsigned* stored = nullptr;  // the semaphore of a dQ tile that this block stores
+            unsigned* first_store = nullptr;  // semaphore to signal if this block stores, instead of adding
             if (kind == StagedStore::dV || kind == StagedStore::dK) {
                 if (!NonFinite::at(smem, consumer))
                     tma_store(kind == StagedStore::dV ? params.dV_map : params.dK_map, 0, entry.n0 + 64 * consumer,
                               entry.h, entry.b, from);
             } else {
-                if (previous_dQ_tile >= 0) stored = store_or_add(previous_dQ_tile, from, already_stored);
+                if (previous_dQ_tile >= 0) first_store = store_or_add(previous_dQ_tile, from, already_stored);
                 if (kind >= 0)
                     previous_dQ_tile =
                         (entry.b * opaque(params.Hk) * params.group + entry.h) * query_tiles<BLOCK_M>(params.score) +
                         kind / BLOCK_M;
             }
             release_staging();
-            if (stored) signal_first_store(stored);
+            if (first_store) signal_first_store(first_store);
             if (kind == StagedStore::LAST_DQ) break;
         }
         TIMELINE(done);

@@ -30,7 +30,7 @@ constexpr bool STAGGERED =
 // SCHEDULE_LATE: in ragged batches, each thread that loads K or V releases the scheduler's stage at the second to last
 // key tile (after the load of its K), not when the work tile starts, so that the block draws its next work tile late. A
 // work tile that is drawn early waits for this block, although another block may be idle (20 sequences of 21 ... 6192
-// rows: +9%, 8 of 2048 rows at D = 256: +6%; a release at the last key tile: -1%). It gets there only when all
+// rows: +9%, 8 of 2048 rows at D = 256: +6%; a release at the last key tile: -1%). The thread gets there only when all
 // consumers have released earlier tiles. A consumer therefore drains its remaining key tiles before it waits for the
 // next work tile: otherwise both could wait for each other.
 constexpr bool SCHEDULE_LATE = RAGGED && !STAGGERED;

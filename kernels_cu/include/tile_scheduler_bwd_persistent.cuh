@@ -63,7 +63,8 @@ __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, cons
 }
 
 // The loop over the m_blocks of a published work tile, for each query head of the group. The range is read from shared
-// memory in each step. Without a mask the loop starts at row n0 and wraps around, as ROTATED in bwd_wgmma_tiles.cuh.
+// memory in each step. Without a mask the loop starts at row n0 and wraps around, so that the blocks of a head rarely
+// wait for a first store (ROTATED in bwd_wgmma_tiles.cuh).
 struct MBlockLoop {
     static constexpr bool ROTATED = !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND;
     int head, m0;  // head within the group and first row; head = group after the last m_block
