@@ -46,6 +46,7 @@ from sandbox.core import jsonl
 GROUPS = ("host", "kernels")
 TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all"}}
 # Mutations of these files affect cache keys, so their tests run with an empty cache.
+WRITTEN_TIMEOUT = 60.0  # seconds of a test that a written mutation names; blocks that wait for each other never end
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
 _GONE = re.compile(r"^ERROR: not found: .*?/(tests/.*)$", re.MULTILINE)
 _UNLOADED = re.compile(r"^ERROR: found no collectors for .*?/(tests/.*?\.py)", re.MULTILINE)
@@ -212,7 +213,7 @@ class Examiner:
         for tests in runs:
             while left := [test for test in tests if test not in self._unsound]:
                 with copy.broken(mutation):
-                    timeout = self._selection.timeout(left)
+                    timeout = WRITTEN_TIMEOUT if mutation.tests else self._selection.timeout(left)
                     found = copy.failure(left, environment, 120 + 4 * self._budget, timeout)
                 if found is None:
                     break
