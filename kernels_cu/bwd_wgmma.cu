@@ -251,8 +251,7 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_postprocess(
     const float* from = dQ_accum + accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS +
                         warp * DQ_FRAGMENT_FLOATS;
     const Range keys = Head(score, tile_rows.b, h).keys(tile_rows.row0, tile_rows.row0 + BLOCK_M);
-    const unsigned* const dQ_semaphore =
-        reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_INDEX + 2 * tile + consumer;
+    const unsigned* const dQ_semaphore = reinterpret_cast<const unsigned*>(dQ_accum) + semaphore_index(tile, consumer);
     // Whether no key is visible to this tile: dQ is 0, and no block has written the accumulators.
     //   DETERMINISTIC         follows from the range of keys
     //   FIRST_BLOCK_STORES    no block has arrived at the semaphore

@@ -110,15 +110,9 @@ __device__ __forceinline__ volatile int& flags_of(unsigned i, unsigned consumer)
     return Flags::at(smem, 2 * stage_of(i) + consumer);
 }
 
-// A consumer's semaphore and part of a dQ tile.
-__device__ __forceinline__ unsigned* dQ_semaphore(const BwdParams& params, int tile, unsigned consumer) {
-    return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_INDEX + 2 * tile + consumer;
-}
-__device__ __forceinline__ float* dQ_tile(const BwdParams& params, int tile, unsigned consumer) {
-    const long long tiles =
-        static_cast<long long>(params.B) * params.Hk * params.group * query_tiles<BLOCK_M>(params.score);
-    return params.dQ_accum + accumulators_index(tiles) + static_cast<unsigned long long>(tile) * DQ_TILE_FLOATS +
-           consumer * DQ_CONSUMER_FLOATS;
+// Index in dQ_accum of a consumer's part of a dQ tile; tiles: how many there are.
+__device__ __forceinline__ long long dQ_index(long long tiles, long long tile, unsigned consumer) {
+    return accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS;
 }
 
 // LoadWarp, load_stats and StoreWarp: warps 0, 1, and 2 and 3.
@@ -196,10 +190,9 @@ extern "C" __global__ __launch_bounds__(256, 2) void bwd_wgmma_persistent_postpr
     const int row0 = blockIdx.x * BLOCK_M + 64 * consumer + 16 * warp;
     const long long tile = (static_cast<long long>(blockIdx.z) * gridDim.y + h) * gridDim.x + blockIdx.x;
     const long long tiles = static_cast<long long>(gridDim.x) * gridDim.y * gridDim.z;
-    const float* from = dQ_accum + accumulators_index(tiles) + tile * DQ_TILE_FLOATS + consumer * DQ_CONSUMER_FLOATS +
-                        warp * DQ_FRAGMENT_FLOATS;
-    const unsigned* const semaphores = reinterpret_cast<const unsigned*>(dQ_accum) + SEMAPHORES_INDEX;
-    const bool no_keys = semaphores[2 * tile + consumer] == 0;  // no block has arrived
+    const float* from = dQ_accum + dQ_index(tiles, tile, consumer) + warp * DQ_FRAGMENT_FLOATS;
+    const bool no_keys =  // no block has arrived
+        reinterpret_cast<const unsigned*>(dQ_accum)[semaphore_index(tile, consumer)] == 0;
     if (write_dQ_fragments<16, D_PAD, DQ_CHUNK_FLOATS>(dQ, sequence, h, row0, 0, lane, from, score.scale, no_keys))
         query_gradients_non_finite<16, D_PAD>(Q, K, V, dO, LSE, delta, dQ, group, score, row0, 0);
 }

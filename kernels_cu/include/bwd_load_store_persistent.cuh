@@ -156,13 +156,18 @@ struct StoreWarp {
         }
         TIMELINE(done);
     }
+    __device__ __forceinline__ unsigned* dQ_semaphore(int tile) const {
+        return reinterpret_cast<unsigned*>(params.dQ_accum) + semaphore_index(tile, consumer);
+    }
     __device__ __forceinline__ bool is_stored(int tile) const {
-        return counter_reached(dQ_semaphore(params, tile, consumer), FIRST_STORED);
+        return counter_reached(dQ_semaphore(tile), FIRST_STORED);
     }
     // Stores or adds the staged dQ. Returns the tile's semaphore if this block stores, otherwise nullptr.
     __device__ __forceinline__ unsigned* store_or_add(int tile, SmemAddr from, bool already_stored) const {
-        unsigned* const semaphore = dQ_semaphore(params, tile, consumer);
-        float* const to = dQ_tile(params, tile, consumer);
+        unsigned* const semaphore = dQ_semaphore(tile);
+        const long long tiles =
+            static_cast<long long>(params.B) * params.Hk * params.group * query_tiles<BLOCK_M>(params.score);
+        float* const to = params.dQ_accum + dQ_index(tiles, tile, consumer);
         if (!already_stored && arrive_first(semaphore)) {
             bulk_store(to, from, 4 * DQ_CONSUMER_FLOATS);
             return semaphore;

@@ -106,7 +106,7 @@ struct BwdBlock {
         return params.dQ_accum + accumulators_index(total_tiles) + dQ_tile_index(head, m0) * DQ_TILE_FLOATS;
     }
     __device__ __forceinline__ unsigned* dQ_semaphore(int head, int m0, unsigned consumer) const {
-        return reinterpret_cast<unsigned*>(params.dQ_accum) + SEMAPHORES_INDEX + 2 * dQ_tile_index(head, m0) + consumer;
+        return reinterpret_cast<unsigned*>(params.dQ_accum) + semaphore_index(dQ_tile_index(head, m0), consumer);
     }
     __device__ __forceinline__ int semaphore_target(int m0) const { return work_tile.semaphore_target(head0, m0); }
     // The head of K and V that the work tile reads.

@@ -19,6 +19,11 @@
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
 constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));
+// Index: int in the store warps of bwd_wgmma_persistent, which have few registers.
+template <class Index>
+__device__ __forceinline__ long long semaphore_index(Index dQ_tile, unsigned consumer) {
+    return SEMAPHORES_INDEX + 2 * dQ_tile + consumer;
+}
 __device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
     return HAS_SEMAPHORES ? (SEMAPHORES_INDEX + 2 * dQ_tiles + ACCUM_ALIGNMENT - 1) / ACCUM_ALIGNMENT * ACCUM_ALIGNMENT
                           : 0;
