@@ -23,6 +23,7 @@ from sandbox.spec import (
     split_floats,
     splits_by_range,
     unsupported_by_wgmma,
+    wgmma_tiles,
     wgmma_us,
     work_tiles,
 )
@@ -54,41 +55,6 @@ def input_bytes(p: Problem, t: Tile) -> int:
 def supports(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported: requirements of wgmma and tensor maps, 16-byte rows, the scale."""
     return unsupported_by_wgmma(p, arch)
-
-
-def most_keys(p: Problem) -> int:
-    """Largest BLOCK_N that was timed with options that read memory for each score; 256 without them."""
-    width, reads = max(p.D, p.Dv), {*p.reads_elements}
-    if p.bias_tiles and not p.has_block_map:  # TMA loads it; with a map, too, but larger tiles were not timed
-        reads.discard("bias")
-    if not reads:
-        return 256
-    if reads <= {"mask", "score"} and not (p.score and p.score.changes):
-        return 128 if width <= 128 else 64
-    return 96 if width <= 64 else 80 if width <= 128 else 48
-
-
-@lru_cache(maxsize=64)  # called for every tile, and `replace` validates the new problem
-def pure(p: Problem) -> bool:
-    """Whether Dv is D and no score option is used, except a sink, which only the last step of a row reads; the batch
-    may be ragged or paged."""
-    if p.page_size:  # key_lengths belongs to pages
-        p = replace(p, lengths=(), page_size=0, pages=0, key_lengths=False)
-    if p.sink:
-        p = replace(p, sink=False)
-    return p.plain or bool(p.ragged and replace(p, ragged=(), lengths=()).plain)
-
-
-def uses_all_registers(p: Problem) -> bool:
-    """Whether a tile may need all registers, although scores that are modified or masked need some, too: without
-    options; with softcap, ALiBi, dropout or a window where larger tiles were faster (experiments/014_scores).
-    key_lengths, Dv other than D and most pairs of options are treated alike, and were not timed."""
-    width = max(p.D, p.Dv)
-    if pure(p):
-        return True
-    if most_keys(p) < 256 or p.bias or p.ragged or p.score or width > 128:
-        return False
-    return width <= 64 or bool(p.softcap) or (bool(p.causal) and p.Sq >= 4096)
 
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
@@ -135,70 +101,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((message for valid, message in rules if not valid), None)
 
 
-def rank(p: Problem, t: Tile) -> int:
-    """Sort key of tiles: tiles that were timed with the options first, and of these the fastest one. If `best` was not
-    timed, the first of `tiles` that was. STAGES does not count: of tiles with equal BLOCK_M and BLOCK_N, the first one
-    in `tiles` that fits is used."""
-    return 2 * (not was_timed(p, t, uses_all_registers(p))) + (best(p) != (t.BLOCK_M, t.BLOCK_N))
-
-
-def was_timed(p: Problem, t: Tile, all_registers: bool) -> bool:
-    """Whether a tile of this size is preferred with such options: it, or one with similar options, was timed
-    (experiments/008_hopper, 014_scores). Not a limit: a tile that was not timed may be faster."""
-    consumers, keys = t.BLOCK_M // 64, most_keys(p)
-    # Registers of O, S and P per thread.
-    words = cdiv(p.Dv, 16) * 8 + t.BLOCK_N // 2 + t.BLOCK_N // 4
-    if words > {3: 128, 4: 80}.get(consumers, 200) - (0 if all_registers else 16):
-        return False
-    if consumers < 3:
-        return keys >= t.BLOCK_N
-    return keys == 256 and (all_registers or (consumers == 3 and not p.dropout and not p.ragged))
-
-
-def best(p: Problem) -> tuple[int, int]:
-    """BLOCK_M and BLOCK_N of the fastest tile."""
-    width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
-    short = p.Sq < (4096 if p.causal and not p.softcap else 2048)
-    if p.has_block_map:  # masks usually have blocks of powers of two
-        return 128, 32 if width > 128 else 128 if most_keys(p) >= 128 else 64
-    # With pages: BLOCK_N a power of two, for large boxes, each in one page (experiments/028_serving).
-    if p.page_size and width > 64:
-        return (128, 64) if width > 128 else (192, 64) if simple and p.Sq >= 1152 else (128, 128)
-    if p.ragged and not simple:
-        return 128, 64 if width > 128 else 128
-    if p.Dv <= 128 < p.D <= 192 and most_keys(p) >= 128 and not p.bias_tiles:
-        return 128, 128  # experiment 024
-    if width > 128:
-        return 128, 64 if short or p.bias_tiles else 80
-    if p.bias_tiles:
-        return 128 if short else 192, 64
-    if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about the same number of keys: fill the waves
-        tiles = ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80))
-        return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
-    if width <= 64:
-        return (256, 64) if uses_all_registers(p) and four_consumers(p) else (192, 128)
-    if width <= 96 and simple and p.Sq >= 2048:
-        return 192, 96
-    if width > 96 and simple:  # BLOCK_M=192 from 2048 rows on, or 1152 if every consumer of the last tile has rows
-        short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64)
-    if short and not narrow:
-        return 128, 128
-    return 192, 80 if p.window[0] is None else 64
-
-
-def four_consumers(p: Problem) -> bool:
-    """Up to D = 64: whether 256 x 64 is preferred to 192 x 128, because four consumers hide more of the prologue and
-    epilogue. Always with softcap, ALiBi, or a causal mask that has neither window nor dropout; otherwise if there are
-    fewer than 4096 queries, or a query sees fewer than 4096 keys. Ragged batches, and pages without options: up to 1024
-    queries or keys, with a causal mask 4096."""
-    if p.ragged or (p.page_size and pure(p)):
-        return min(p.Sq, p.Sk) <= (4096 if p.causal else 1024)
-    left, right = p.bounds
-    keys = min(p.Sk, p.Sk if left is None or right is None else left + right + 1)
-    unbounded = p.causal and left is None and not p.dropout
-    return bool(p.softcap or p.alibi or unbounded) or min(p.Sq, keys) < 4096
-
-
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """At most BLOCKS persistent blocks, one per SM."""
     return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
@@ -237,7 +139,7 @@ kernel = Kernel(
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,
-    rank=rank,
+    rank=wgmma_tiles.rank,
     args=(
         *("Q", "K", "V", "O", "LSE", "Q_map", "K_map", "V_map", "O_warp_map", "bias_map"),
         *("H", "heads", "group", "score", "tile_counter"),
@@ -267,7 +169,7 @@ def invariant_tile(p: Problem) -> dict[str, int]:
 def invariant_rank(p: Problem, t: Tile) -> float:
     """Sort key of tiles: of those that were timed with the options, the one with the fewest work tiles. Of equal ones
     the smallest, or, if each SM has at most one work tile, the one with most STAGES."""
-    if not was_timed(p, t, pure(p)):
+    if not wgmma_tiles.was_timed(p, t, wgmma_tiles.pure(p)):
         return float("inf")
     tiles = work_tiles(p, t)
     return 16 * tiles + (t.BLOCK_M // 64 if tiles * splits_by_range(p, t) > HOPPER_SMS else -t.STAGES)
@@ -347,7 +249,9 @@ def best_splits(p: Problem, t: Tile) -> int:
 
 def split_us(p: Problem, t: Tile) -> float:
     """Sort key of tiles: the estimated time; tiles that were not timed with the options last."""
-    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (0 if was_timed(p, t, pure(p)) else 1e9)
+    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (
+        0 if wgmma_tiles.was_timed(p, t, wgmma_tiles.pure(p)) else 1e9
+    )
 
 
 def supports_split(p: Problem, arch: Arch | None) -> str | None:
@@ -373,7 +277,7 @@ def first_for_split(p: Problem) -> bool:
     tile = min(tiles, key=lambda t: split_us(p, t), default=None)
     if not tile or (not packs(p, tile) and best_splits(p, tile) == 1):
         return False
-    BLOCK_M, BLOCK_N = best(p)
+    BLOCK_M, BLOCK_N = wgmma_tiles.best(p)
     other = wgmma_us(p, Tile(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2, BLOCKS=HOPPER_SMS))
     if 16 * p.Sq <= p.Sk:  # fwd_decode may be chosen
         other = min(other, decode_us(p))

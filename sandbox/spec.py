@@ -1,5 +1,6 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
+from .core import wgmma_tiles
 from .core.dtypes import ITEMSIZE
 from .core.estimates import decode_us, keys_of_row, wgmma_us
 from .core.kernel import (
@@ -73,6 +74,7 @@ __all__ = [
     "unsupported_by_sm",
     "unsupported_by_wgmma",
     "unsupported_unless",
+    "wgmma_tiles",
     "wgmma_us",
     "work_tiles",
 ]

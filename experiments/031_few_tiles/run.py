@@ -27,7 +27,7 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.engine import choose, pipeline
-from sandbox.spec import Problem, Tile
+from sandbox.spec import Problem, Tile, wgmma_tiles
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
@@ -73,7 +73,7 @@ def contenders(p: Problem, variants: bool) -> dict[str, tuple[Kernel, Tile | Non
     for tile in SPLIT.tiles if variants else ():
         if (
             choose.why_tile_unsupported(SPLIT, p, tile, HOPPER)
-            or not SPEC["was_timed"](p, tile, SPEC["pure"](p))
+            or not wgmma_tiles.was_timed(p, tile, wgmma_tiles.pure(p))
             or tile.BLOCK_N < 64
         ):
             continue

@@ -27,4 +27,5 @@ __all__ = [
     "source_line",
     "tile",
     "unsupported",
+    "wgmma_tiles",
 ]
