@@ -19,9 +19,9 @@
 //                    (at the end O [BLOCK_M][DV_PAD + 8] in fp32 in a warp's stages) | DSMEM: O, m, l of each rank
 // clang-format on
 //
-// The address of the next key tile is read while the current one is loaded; if a tile is in several pages, lane i reads
-// the address of its i-th key. Rescaling is deferred as in fwd_mma. The tensor cores are mostly idle: Q stays in shared
-// memory to save registers.
+// The address of the next key tile is read while the current one is loaded. If a tile of 32 keys is in two pages, each
+// half has an address; in pages that are no multiple of 16, lane i reads the address of the i-th key. Rescaling is
+// deferred as in fwd_mma. The tensor cores are mostly idle: Q stays in shared memory to save registers.
 //
 // float8: a tile of the same size in bytes has twice as many keys (mma_operands.cuh).
 //
@@ -53,14 +53,15 @@ constexpr unsigned SUMS_AT = BLOCK_M * QTile::ROW, RINGS_AT = SUMS_AT + WARPS * 
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
 constexpr unsigned DSMEM_BYTES = CLUSTER == 1 ? 0 : CLUSTER * BLOCK_M * (16 * RANK_QUADS + 8);
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile consists of whole MMA steps");
-constexpr bool TILE_IN_PAGE = PAGE_SIZE % BLOCK_N == 0;  // also without pages
-static_assert(TILE_IN_PAGE || BLOCK_N <= 32, "one lane per key of a tile");
+// Keys of a tile that have one address: those in the same page, or each for itself. Without pages: all.
+constexpr int ADDRESSED = PAGE_SIZE % BLOCK_N == 0 ? BLOCK_N : PAGE_SIZE % 16 == 0 ? 16 : 1;
+static_assert(ADDRESSED == BLOCK_N || BLOCK_N <= 32, "two halves with an address, or one lane per key of a tile");
 static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
 #include "decode_epilogue.cuh"  // uses the constants above
 
-// Issues cp.async for a tile of BLOCK_N rows of K or V with the lanes of a warp; rows >= valid_rows are filled with
+// Issues cp.async for ADDRESSED rows of K or V with the lanes of a warp; rows >= valid_rows are filled with
 // zeros. Fewer instructions than cp_async_tile: the instruction cache misses of a new block delay its first loads.
 template <class TileRows, int WIDTH, class T>
 __device__ __forceinline__ void load_rows(SmemAddr tile, const View<const T>& tensor, int kv_head, KeyAddress address,
@@ -72,12 +73,12 @@ __device__ __forceinline__ void load_rows(SmemAddr tile, const View<const T>& te
     const T* from = tensor.row(address.batch_or_page, kv_head, address.row);
     from += row0 * tensor.stride_s + chunk * CHUNK;
 #pragma unroll
-    for (unsigned i = 0; i < (BLOCK_N + STEP - 1) / STEP; ++i, from += STEP * tensor.stride_s)
-        if (BLOCK_N % STEP == 0 || row0 + i * STEP < BLOCK_N)
+    for (unsigned i = 0; i < (ADDRESSED + STEP - 1) / STEP; ++i, from += STEP * tensor.stride_s)
+        if (ADDRESSED % STEP == 0 || row0 + i * STEP < ADDRESSED)
             cp_async_16(tile + TileRows::at(row0 + i * STEP, chunk), from, static_cast<int>(i * STEP) < rows);
 }
 
-// The same for a tile in several pages; `address` is that of the key of this lane.
+// The same for a tile of BLOCK_N rows; `address` is that of the key of this lane.
 template <class TileRows, int WIDTH, class T>
 __device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<const T>& tensor, int kv_head,
                                                    KeyAddress address, int valid_rows, unsigned lane) {
@@ -103,7 +104,9 @@ struct KeyPipeline {
     const unsigned lane;
     const SmemAddr stages, stages_end;
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
-    KeyAddress next = {};              // of the next tile to load, or of this lane's key of it
+    KeyAddress next = {};              // of the next tile to load, or of its first half, or of this lane's key of it
+    KeyAddress next_half = {};         // of its second half, if that is in another page
+    static constexpr bool TWO_PAGES = ADDRESSED == 16 && BLOCK_N == 32;
 
     __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V,
                                            const SeqlenInfo& seqlen, int kv_head, int end, unsigned lane,
@@ -116,12 +119,17 @@ struct KeyPipeline {
     }
     __device__ __forceinline__ void advance() { read_stage = next_stage(read_stage); }
     __device__ __forceinline__ void update_address(int j) {
-        if (j < end) next = seqlen.key_address(TILE_IN_PAGE ? j * BLOCK_N : min(j * BLOCK_N + lane, seqlen.Sk - 1));
+        const int n0 = j * BLOCK_N;
+        if (j < end) next = seqlen.key_address(ADDRESSED == 1 ? min(n0 + lane, seqlen.Sk - 1) : n0);
+        if (TWO_PAGES && j < end) next_half = seqlen.key_address(min(n0 + ADDRESSED, seqlen.Sk - 1));
     }
     template <class TileRows, int WIDTH, class T>
     __device__ __forceinline__ void load_tile(SmemAddr tile, const View<const T>& tensor, int valid_rows) const {
-        if (TILE_IN_PAGE) load_rows<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
+        if (ADDRESSED > 1) load_rows<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
         else load_rows_of_pages<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
+        if (TWO_PAGES)
+            load_rows<TileRows, WIDTH>(tile + ADDRESSED * TileRows::ROW, tensor, kv_head, next_half,
+                                       valid_rows - ADDRESSED, lane);
     }
     // Loads key tile j, and reads the address of the warp's next tile.
     __device__ __forceinline__ void load(int j) {

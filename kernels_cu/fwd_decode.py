@@ -132,8 +132,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
-            p.page_size % t.BLOCK_N == 0 or t.BLOCK_N == 16,
-            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}, or be 16: only tiles of 16 keys may cross pages",
+            p.page_size % t.BLOCK_N == 0 or p.page_size % 16 == 0 or t.BLOCK_N == 16,
+            f"BLOCK_N={t.BLOCK_N} must be 16: larger tiles need a multiple of 16, or of BLOCK_N, as page_size",
         ),
         (
             t.BLOCK_M * width <= MAX_ACCUMULATORS,
@@ -148,16 +148,26 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
+def pages_of_float8(p: Problem) -> bool:
+    """Whether tiles were timed for 16-bit queries over pages of float8 keys."""
+    return bool(p.kv_dtype and p.page_size and p.page_size % 16 == 0 and not p.ragged)
+
+
 def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest for D + Dv = 256, 16 bits.
 
     A cluster of two if this makes one wave of all row tiles, which needs no combine kernel. Clusters of four small
     blocks for key_lengths up to MAX_CLUSTER_KEYS: two SMs run two clusters, and one reads while the other finishes. No
     cluster if there are three waves or more, then with fewer bytes in flight per warp. Two tiles of 16 rows over float8
-    keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys: 1.17 times as fast).
+    keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys: 1.17 times as fast). Pages of
+    float8 keys: fewer bytes in flight per warp; for many entries clusters of two, except with small pages (experiment
+    028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
-    if p.kv_dtype and queries(p) * p.group > 16 and not p.page_size % 32 and max(p.D, p.Dv) <= 128:
+    many_rows, large_pages = queries(p) * p.group > 16, p.page_size % 32 == 0
+    if pages_of_float8(p) and p.B > 1 and sum(row_bytes(p)) >= 256 and (large_pages or not many_rows):
+        return 4, 2 if large_pages and tiles >= 3 * SMS else 1, 32
+    if p.kv_dtype and many_rows and large_pages and max(p.D, p.Dv) <= 128:
         return 8, 1, 32
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
         return default
@@ -170,10 +180,12 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
 
 def rank(p: Problem, t: Tile) -> int:
     """Tiles that were timed with the options first; of these, fewest row tiles; then the preferred WARPS, CLUSTER and
-    bytes in flight; then the smallest BLOCK_M."""
+    bytes in flight; then the smallest BLOCK_M, and for float8 the largest BLOCK_N."""
     *warps, in_flight = preferred(p, t)
     penalty = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (in_flight != (t.STAGES - 1) * t.BLOCK_N * p.key_itemsize)
-    return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(min(p.Sq, queries(p)) * p.group, t.BLOCK_M) + penalty + t.BLOCK_M
+    rows = min(p.Sq, queries(p)) * p.group
+    size = 2 * t.BLOCK_M + (p.float8_keys and t.BLOCK_N == 16)
+    return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(rows, t.BLOCK_M) + penalty + size
 
 
 def was_timed(p: Problem, t: Tile) -> bool:
@@ -186,6 +198,8 @@ def was_timed(p: Problem, t: Tile) -> bool:
         t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
         t.BLOCK_M > 16 and p.float8_keys and p.D > 128 and p.Dv != p.D,
         t.BLOCK_N > 16 and (p.mask or p.Dv > 128),
+        t.BLOCK_N > 16 and t.BLOCK_M > 16 and (p.page_size % 32 or t.WARPS == 4 and not pages_of_float8(p)),
+        t.BLOCK_N > 16 and p.page_size % 32 and not pages_of_float8(p),
         t.CLUSTER > 1 and hides and p.Dv < 128,
     )
     return not any(untimed)
@@ -212,8 +226,12 @@ kernel = Kernel(
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # D >= 128 with 100 KB per SM
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),  # float8
+        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # pages of float8 keys
+        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
+        Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),
+        Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),  # float8 keys, 2 to 16 queries
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 with pages of 16, or large D
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 with large D
     ),
     space={
         "BLOCK_M": (16, 32),

@@ -123,6 +123,14 @@ def test_a_load_by_the_warp_that_runs_last_is_no_deadlock() -> None:
     assert found.clean, found.text or found
 
 
+def test_a_tile_in_two_pages_reads_no_entry_behind_the_block_table() -> None:
+    """Three pages, and tiles of 32 keys: the second half of the last one has no page."""
+    tile = Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1)
+    problem = Problem(1, 2, 1, 48, 64, dtype="float16", page_size=16)
+    found = on_host("address", registry.get("fwd_decode"), problem, tile, timeout=60)
+    assert found.clean, found.text or found
+
+
 @pytest.mark.parametrize("number", BARRIERS)
 def test_each_barrier_is_needed(number: int, tmp_path: Path) -> None:
     """Without it ThreadSanitizer reports a race between a load into a tile and its use."""

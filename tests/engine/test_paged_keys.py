@@ -170,6 +170,14 @@ def test_float8_pages(name: str, page_size: int, ragged: bool, device: Device) -
     assert result.ok, f"{problem}: {result}"
 
 
+@pytest.mark.parametrize(("page_size", "cluster"), [(16, 1), (48, 2)])
+def test_tiles_in_two_pages(page_size: int, cluster: int, device: Device) -> None:
+    """Tiles of 32 keys whose halves are in different pages; the table has no page for the second half of the last."""
+    tile = Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=cluster)
+    for dtypes in ({"dtype": "bfloat16", "kv_dtype": "float8_e4m3"}, {"dtype": "float16"}):
+        right(Case("two pages", Problem(3, 8, 2, 144, 128, Hk=2, page_size=page_size, **dtypes)), device, tile)
+
+
 HOPPER = (
     {"B": 2, "Sq": 5, "Sk": 160, "D": 64, "page_size": 16, "pages": 25},
     {"B": 2, "Sq": 140, "Sk": 384, "D": 128, "page_size": 32, "pages": 30, "causal": False},
@@ -297,14 +305,17 @@ def test_pages_with_gaps_are_read_by_fwd_mma() -> None:
 
 
 def test_float8_keys_are_read_at_as_many_bytes() -> None:
-    """Tiles with as many bytes in flight as with float8 queries, and selected as with 16-bit keys."""
+    """Tiles with as many bytes in flight as with float8 queries, in pages with fewer; selected as with 16-bit keys."""
     problem = Problem(2, 32, 1, 4096, 128, Hk=8, dtype="bfloat16", kv_dtype="float8_e4m3")
     paged, wide = dataclasses.replace(problem, page_size=16), dataclasses.replace(problem, D=256, Dv=256)
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in (problem, paged, wide)]
-    assert [(t.BLOCK_N, t.STAGES) for t in tiles] == [(32, 3), (16, 5), (16, 5)]
+    assert [(t.BLOCK_N, t.STAGES) for t in tiles] == [(32, 3), (32, 2), (16, 5)]
     few = [dataclasses.replace(problem, Sq=8, causal="bottom-right", page_size=size) for size in (0, 64, 16)]
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in few]
-    assert [(t.BLOCK_M, t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 32, 8, 2)] * 2 + [(32, 16, 4, 3)]
+    assert [(t.BLOCK_M, t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 3)]
+    entries = [dataclasses.replace(problem, B=B, page_size=size) for B, size in ((1, 64), (64, 64), (64, 16))]
+    tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in entries]
+    assert [(t.STAGES, t.CLUSTER) for t in tiles] == [(3, 1), (2, 2), (2, 1)]
     many = dataclasses.replace(problem, Sq=512, causal="bottom-right")
     chosen = [choose.choose_kernel(p, "forward", (9, 0)).name for p in (problem, paged, many)]
     assert chosen == ["fwd_decode", "fwd_decode", "fwd_mma"]
