@@ -207,6 +207,7 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
                                              int n0, bool masked, SmemAddr Q_smem, SmemAddr stage,
                                              const LaneOffsets& offsets) {
     float S[M_TILES][BLOCK_N / 8][4] = {};
+    TIMELINE(QK);
 #pragma unroll
     for (int step = 0; step < D_PAD / STEP_D; ++step) {
         unsigned Q[M_TILES][Q_REGISTERS];
@@ -215,7 +216,9 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
         mma_ABt_step(S, Q, stage, 0, step, offsets.K, MmaQK());
     }
     unsigned P[M_TILES][BLOCK_N / 16][4];
+    TIMELINE(softmax);
     online_softmax(P, S, state, seqlen, row0, kv_head, group, n0, masked);
+    TIMELINE(PV);
 #pragma unroll
     for (int step = 0; step < BLOCK_N / 16; ++step) {
 #pragma unroll
@@ -242,6 +245,7 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
            int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries
            const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
+    TIMELINE(schedule);
     griddepcontrol_launch_dependents();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int kv_head = blockIdx.y, z = blockIdx.z;
@@ -267,6 +271,7 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
     const SmemAddr Q_smem = smem_address(smem);
     char* const ring = smem + RINGS_AT + warp * RING;
     KeyPipeline pipeline(K, V, seqlen, kv_head, end, lane, smem_address(ring));
+    TIMELINE(load_Q);
     load_Q(Q_smem, Q, seqlen, kv_head, group, row0, rows_end);
     pipeline.update_address(first);
 #pragma unroll 1
@@ -279,7 +284,9 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
     state.reset();
 #pragma unroll 1
     for (int j = first; j < end; j += WARPS, pipeline.advance()) {
+        TIMELINE(load);
         pipeline.load(j + (STAGES - 1) * WARPS);
+        TIMELINE(wait_load);
         cp_async_wait<STAGES - 1>();
         __syncwarp();  // all lanes' loads of tile j are complete
         const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
@@ -294,12 +301,15 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
         store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,
                                  sums + warp * BLOCK_M);
     else store_warp_result(state, O_warp, sums + warp * BLOCK_M);
+    TIMELINE(wait_warps);
     __syncthreads();  // the results of all warps are in shared memory
 
     cluster_wait();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * Partials::rows_per_head(score), split);
     const Combine combine{O, LSE, parts, split, seqlen, smem, row0, rows_end - row0, kv_head, group, H};
+    TIMELINE(combine);
     combine.warps();
+    TIMELINE(done);  // the blocks of a cluster still combine theirs
     if (CLUSTER == 1) return wait_for_long_sequences();
     cluster_sync();  // the stores of all blocks of the cluster are visible
     combine.ranks();

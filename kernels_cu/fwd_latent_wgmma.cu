@@ -40,6 +40,7 @@ struct ScoreWarpgroup {
     // Loads Q: the columns of the first slabs to registers, as A operands, the others to shared memory. Rows and
     // columns out of range become zeros.
     __device__ __forceinline__ void load_Q(const View<const dtype>& Q) {
+        TIMELINE(load_Q);
         constexpr int Q_CHUNKS = Queries::SLABS > 0 ? Queries::SLABS * 8 : 1;  // of 16 bytes, per row
 #pragma unroll 1
         for (int i = threadIdx.x % 128; i < (SLABS > Q_REGISTER_SLABS ? BLOCK_M * Q_CHUNKS : 0); i += 128) {
@@ -85,6 +86,7 @@ struct ScoreWarpgroup {
     // begin P V of the previous key tile.
     __device__ __forceinline__ void mma_QK(Scores& S, unsigned j) {
         constexpr int SLABS_OF_HALF = V_SLABS / 2;
+        TIMELINE(wait_K);
         wgmma_fence();
         if constexpr (REST_SLABS > 0) {
             RestPipeline::wait(base, j);
@@ -93,7 +95,9 @@ struct ScoreWarpgroup {
         HalfPipeline::wait(base, 2 * j);
         mma_slabs<0, SLABS_OF_HALF>(S, Half::k_major(base + stage_of<STAGES>(2 * j) * Half::BYTES));
         wgmma_commit();
+        TIMELINE(wait_right_K);
         HalfPipeline::wait(base, 2 * j + 1);
+        TIMELINE(QK);
         mma_right<0, SLABS_OF_HALF - 1>(S, j);
         mma_right<SLABS_OF_HALF - 1, 1>(S, j);
         wgmma_wait<1>();
@@ -128,12 +132,15 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ void key_tile(Scores& S, SoftmaxStats& stats, const Range (&visible)[2],
                                              float scale_log2, unsigned j, float* factors) {
         mma_QK(S, j);
+        TIMELINE(softmax);
         apply_mask(S, tile.n0(j), visible);
         float factor[2] = {1.0f, 1.0f};
         unsigned P[BLOCK_N / 16][4];
         stats.update<false>(P, S, scale_log2,
                             [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
+        TIMELINE(wait_empty_P);
         PPipeline::acquire(base, j);
+        TIMELINE(store_P);
         const SmemAddr P_smem = base + P_AT + j % 2 * PTile::BYTES;
 #pragma unroll
         for (int step = 0; step < BLOCK_N / 16; ++step)
@@ -164,6 +171,7 @@ struct ScoreWarpgroup {
             const float l = row_sum<4>(stats.l[half]);
             if (lane % 4 == 0) reinterpret_cast<float2*>(smem + SUMS_AT)[r + 8 * half] = make_float2(stats.m[half], l);
         }
+        TIMELINE(done);
         // m and l are stored; P V is complete. The vote is that of the warps of O.
         named_barrier_or(BLOCK_BARRIER, ALL_THREADS, false);
     }

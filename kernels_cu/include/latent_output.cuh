@@ -55,6 +55,7 @@ struct OutputWarpgroup {
         const bool loads = warp == 0 && lane == 0;
         const int r = 16 * warp + lane / 4;
         const float* const factors = reinterpret_cast<const float*>(smem + ALPHA_AT);
+        TIMELINE(load_first);
         if (HALF == 0 && loads) loader.load_first();  // while the warpgroup of S loads Q
         __syncwarp();
 #pragma unroll
@@ -68,9 +69,11 @@ struct OutputWarpgroup {
                 if (HALF == 0) loader.load_rest(index + REST_STAGES, next);  // when Q K^T of key tile j is complete
             }
             __syncwarp();  // wgmma needs the whole warp
+            TIMELINE(wait_P);
             PPipeline::wait(base, index);
             const float alpha[2] = {factors[index % 2 * BLOCK_M + r], factors[index % 2 * BLOCK_M + r + 8]};
             if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) SoftmaxStats::scale_O(O, alpha);
+            TIMELINE(PV);
             HalfPipeline::wait(base, unit);
             const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
             const int keys = tile.seqlen.Sk - tile.n0(j);
@@ -82,6 +85,7 @@ struct OutputWarpgroup {
             }
             wgmma_wait<0>();
             warpgroup_fence_operand(O);
+            TIMELINE(load);
             __syncwarp();  // all lanes have read the factors
             if (lane == 0) {
                 HalfPipeline::release(base, unit);
@@ -172,11 +176,13 @@ struct OutputWarpgroup {
     __device__ __forceinline__ void run(const KeyLoader& loader, const View<const dtype>& Q, const View<const dtype>& K,
                                         const View<const dtype>& V, const Result& result, char* smem) {
         mainloop(loader, smem);
+        TIMELINE(wait_block);
         const float2* const sums = reinterpret_cast<const float2*>(smem + SUMS_AT);
         // P V of both halves is complete, and m and l are stored.
         if (named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HAS_MASK && !all_finite<4>(O)))
             store_non_finite(result, Q, K, V, reinterpret_cast<float*>(smem));
         else if (result.split.splits > 1) store_partial(result, sums);
         else store_final(result, sums, smem);
+        TIMELINE(done);
     }
 };
