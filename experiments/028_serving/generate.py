@@ -2,26 +2,31 @@
 
 PYTHONPATH=… python experiments/028_serving/generate.py [--seconds 60]      needs a GPU and transformers
 
-Every attn_implementation runs twice, and the faster run counts. One that would begin after `seconds` is skipped.
+Every attn_implementation generates each batch of prompts, after a warm-up with the first one; its speed is the median
+of the batches, and the agreement that of all requests, with its standard error. `difference`: that of the agreement to
+paged|eager's, request by request. One that would begin after `seconds` is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import time
 from typing import Any
 
-START = time.monotonic()
 RUNS: tuple[tuple[str, dict[str, bool]], ...] = (
     ("paged|sdpa", {}),
-    ("paged|sandbox", {}),
     ("paged|eager", {}),
+    ("paged|sandbox", {}),
+    ("paged|sandbox", {"use_cuda_graph": True, "use_async_batching": True}),
+    ("paged|eager", {"use_cuda_graph": True, "use_async_batching": True}),
+    ("paged|sdpa", {"use_cuda_graph": True, "use_async_batching": True}),
     ("paged|flash_attention_2", {}),
     ("paged|flash_attention_3", {}),
     ("paged|flash_attention_4", {}),
-    ("paged|sandbox", {"use_cuda_graph": True, "use_async_batching": True}),
-    ("paged|sdpa", {"use_cuda_graph": True}),
 )
+START = time.monotonic()
 
 
 def say(text: str) -> None:
@@ -59,11 +64,16 @@ def generated(model: Any, prompts: list[list[int]], new: int, how: str, options:
     return [one.generated_tokens for one in found.values()]
 
 
-def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
-    """The share of tokens before the first difference of each request."""
+def agreements(tokens: list[list[int]], others: list[list[int]]) -> list[float]:
+    """The share of each request's tokens before the first difference."""
     pairs = list(zip(tokens, others, strict=True))
-    same = (next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b)) for a, b in pairs)
-    return sum(same) / max(sum(len(b) for _, b in pairs), 1)
+    same = [next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b)) for a, b in pairs]
+    return [n / max(len(b), 1) for n, (_, b) in zip(same, pairs, strict=True)]
+
+
+def mean(shares: list[float]) -> str:
+    """The mean with its standard error."""
+    return f"{statistics.fmean(shares):.3f} ± {statistics.stdev(shares) / math.sqrt(len(shares)):.3f}"
 
 
 def main() -> None:
@@ -74,6 +84,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--longest", type=int, default=1500, help="Longest prompt.")
     parser.add_argument("--new", type=int, default=48, help="New tokens per request.")
+    parser.add_argument("--batches", type=int, default=8, help="Batches of requests.")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
 
@@ -88,25 +99,32 @@ def main() -> None:
     model = model_of(given, given.device)
     say("the model is there")
     draw = torch.Generator().manual_seed(1)
-    lengths = torch.randint(min(50, given.longest), given.longest + 1, (given.requests,), generator=draw)
-    prompts = [torch.randint(1, 32000, (int(n),), generator=draw).tolist() for n in lengths]
-    reference = None
+    batches = []
+    for _ in range(given.batches):
+        lengths = torch.randint(min(50, given.longest), given.longest + 1, (given.requests,), generator=draw)
+        batches.append([torch.randint(1, 32000, (int(n),), generator=draw).tolist() for n in lengths])
+    reference: list[list[int]] = []
+    eager: list[float] = []
     for how, options in RUNS:
         if time.monotonic() - START > given.seconds:
             break
-        best, tokens = float("inf"), []
+        seconds, tokens = [], []
         try:
-            for _ in range(2):
+            generated(model, batches[0], given.new, how, options)
+            for prompts in batches:
                 begin = time.monotonic()
-                tokens = generated(model, prompts, given.new, how, options)
-                best = min(best, time.monotonic() - begin)
+                tokens += generated(model, prompts, given.new, how, options)
+                seconds.append(time.monotonic() - begin)
         except Exception as error:  # an implementation that is not installed
             say(f"{how} {options}: {type(error).__name__}: {str(error)[:300]}")
             continue
         reference = reference or tokens
+        shares = agreements(tokens, reference)
+        eager = shares if how == "paged|eager" else eager
+        difference = mean([a - b for a, b in zip(shares, eager, strict=True)]) if eager else "-"
         say(
-            f"{how:24s} {' '.join(options):36s} {given.requests * given.new / best:8.0f} tokens/s, "
-            f"agreement with paged|sdpa {agreement(tokens, reference):.4f}"
+            f"{how:24s} {' '.join(options):36s} {given.requests * given.new / statistics.median(seconds):8.0f} tokens/s,"
+            f" agreement with paged|sdpa {mean(shares)}, difference {difference}"
         )
 
 
