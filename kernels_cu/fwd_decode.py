@@ -198,7 +198,7 @@ def was_timed(p: Problem, t: Tile) -> bool:
         t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
         t.BLOCK_M > 16 and p.float8_keys and p.D > 128 and p.Dv != p.D,
         t.BLOCK_N > 16 and (p.mask or p.Dv > 128),
-        t.BLOCK_N > 16 and t.BLOCK_M > 16 and (p.page_size % 32 or t.WARPS == 4 and not pages_of_float8(p)),
+        t.BLOCK_N > 16 and t.BLOCK_M > 16 and (p.page_size % 32 or (t.WARPS == 4 and not pages_of_float8(p))),
         t.BLOCK_N > 16 and p.page_size % 32 and not pages_of_float8(p),
         t.CLUSTER > 1 and hides and p.Dv < 128,
     )

@@ -122,9 +122,10 @@ def main() -> None:
         shares = agreements(tokens, reference)
         eager = shares if how == "paged|eager" else eager
         difference = mean([a - b for a, b in zip(shares, eager, strict=True)]) if eager else "-"
+        speed = given.requests * given.new / statistics.median(seconds)
         say(
-            f"{how:24s} {' '.join(options):36s} {given.requests * given.new / statistics.median(seconds):8.0f} tokens/s,"
-            f" agreement with paged|sdpa {mean(shares)}, difference {difference}"
+            f"{how:24s} {' '.join(options):36s} {speed:8.0f} tokens/s, "
+            f"agreement with paged|sdpa {mean(shares)}, difference {difference}"
         )
 
 
