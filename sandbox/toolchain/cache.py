@@ -77,6 +77,11 @@ def directory() -> Path:
     return path
 
 
+def snippets() -> Path:
+    """The folder of the headers of score expressions, a folder each; it may be missing."""
+    return directory() / "snippets"
+
+
 def make_key(**parts: object) -> str:
     """The key of an object, from everything that its content depends on."""
     text = json.dumps(parts, sort_keys=True, default=str)
@@ -192,21 +197,27 @@ def entries() -> Iterator[Listed]:
 
 
 def clear() -> int:
-    """Remove every entry and the remains of interrupted writers; returns the number of entries removed.
+    """Remove every entry, the headers of score expressions and the remains of interrupted writers; returns the number
+    of entries removed.
 
     A folder is an entry only if its name is a key and it contains `entry.json`. Other files are not touched, nor are
-    staging folders younger than ten minutes. Waits until no process has the cache `in_use`.
+    headers and staging folders younger than ten minutes. Waits until no process has the cache `in_use`.
     """
     removed = 0
     with _locked(fcntl.LOCK_EX):
-        for path in directory().iterdir():
+        for path in [*directory().iterdir(), *snippets().glob("*")]:
             with contextlib.suppress(OSError):
                 if (entry := _is_entry(path)) or _UNPACKED.fullmatch(path.name):
                     removed += entry
                     _remove(path)
-                elif path.name.startswith(_STAGING) and time.time() - path.stat().st_mtime > 600:
+                elif (path.name.startswith(_STAGING) or path.parent == snippets()) and _is_old(path):
                     shutil.rmtree(path, ignore_errors=True)
     return removed
+
+
+def _is_old(path: Path) -> bool:
+    """Whether no process still writes or is about to read it: ten minutes."""
+    return time.time() - path.stat().st_mtime > 600
 
 
 def _is_entry(path: Path) -> bool:

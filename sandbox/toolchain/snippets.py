@@ -22,7 +22,7 @@ def folders(problem: Problem) -> tuple[Path, ...]:
     """The folder with the header of the problem's `score`, created if missing; empty without a score."""
     if problem.score is None:
         return ()
-    folder = cache.directory() / "snippets" / f"{digest(problem.score):012x}"
+    folder = cache.snippets() / f"{digest(problem.score):012x}"
     file, content = folder / HEADER, header(problem.score).encode()
     if not file.exists() or file.read_bytes() != content:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

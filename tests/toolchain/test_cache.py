@@ -316,6 +316,17 @@ def test_clear_removes_headers_that_nvrtc_unpacked(own_cache: Path) -> None:
     assert sorted(path.name for path in own_cache.iterdir()) == sorted(names[1:])
 
 
+def test_clear_removes_old_headers_of_score_expressions(own_cache: Path) -> None:
+    """Not young ones, which a compiler may be about to read."""
+    old, young = (cache.snippets() / name for name in ("0a" * 6, "0b" * 6))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "score_snippet.cuh").write_text("")
+    os.utime(old, (0, 0))
+    assert cache.clear() == 0
+    assert [*cache.snippets().iterdir()] == [young]
+
+
 def test_an_entry_that_cannot_be_read_back(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After five attempts it is an error."""
     tries: list[str] = []
