@@ -88,8 +88,17 @@ def compile(
             f"arch {arch} is not supported by NVRTC {library.version}: choose one of {', '.join(library.archs)}"
         )
     source = source.resolve()
-    if not source.is_file():
-        raise CompileError(f"{source}: no such file", source=str(source), options=(), log="")
+    try:
+        return _compile_file(source, entry, arch, defines or {}, options, folders)
+    except (FileNotFoundError, IsADirectoryError) as error:  # perhaps for a moment, while an editor replaces the file
+        raise CompileError(f"{error.filename}: no such file", source=str(source), options=(), log="") from None
+
+
+def _compile_file(
+    source: Path, entry: str, arch: str, defines: Mapping[str, object], options: Sequence[str], folders: Sequence[Path]
+) -> Compiled:
+    """`compile`; raises FileNotFoundError or IsADirectoryError if there is no such file."""
+    library = _library()
     if reason := refused_path(source):
         message = f"NVRTC cannot compile {str(source)!r}: {reason}; move it to another folder"
         raise CompileError(message, source=str(source), options=(), log=reason)
@@ -102,7 +111,7 @@ def compile(
         "--ptxas-options=-v",
         *library.no_cache,
         *options,
-        *(f"-D{name}={value}" for name, value in (defines or {}).items()),
+        *(f"-D{name}={value}" for name, value in defines.items()),
         *(f"--include-path={folder}" for folder in folders),
     )
     fingerprint = sources.fingerprint(source, folders)

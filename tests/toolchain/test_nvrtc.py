@@ -202,6 +202,16 @@ def test_an_unknown_entry_lists_the_existing_ones(write) -> None:
 def test_a_missing_source(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"gone\.cu: no such file"):
         nvrtc.compile(tmp_path / "gone.cu", "k", "sm_90a")
+    with pytest.raises(CompileError, match=f"{tmp_path}: no such file"):
+        nvrtc.compile(tmp_path, "k", "sm_90a")
+
+
+def test_a_source_that_an_editor_replaces(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missing when NVRTC shall have it."""
+    source = write(SCALE)
+    monkeypatch.setattr(sources, "fingerprint", lambda *_: source.unlink())
+    with pytest.raises(CompileError, match=f"{source}: no such file"):
+        nvrtc.compile(source, "scale", "sm_90a", {"FACTOR": 2})
 
 
 @pytest.mark.parametrize("name", ['a"b.cu', "a\\b.cu", "a\udcffb.cu"])
