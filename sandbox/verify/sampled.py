@@ -225,7 +225,7 @@ def expect_gradients(
     p, group = problem, problem.H // problem.Hk
     heads = [(n // p.H, n % p.H) for n in spread(rng, p.B * p.H, GRADIENT_HEADS)]
     starts = spread(rng, max(1, p.Sq - ROWS + 1), GRADIENT_STRIPS)
-    strips = tuple((b, h, start, min(start + ROWS, p.Sq)) for b, h in heads for start in _without_overlap(starts))
+    strips = tuple((b, h, *rows) for b, h in heads for rows in _without_overlap(starts, p.Sq))
     sums: dict[tuple[int, int, int], Sums] = {}
     for b, h, start, stop in strips:
         dq = sums.setdefault((0, b, h), Sums.zeros(p.Sq, p.D))
@@ -244,13 +244,14 @@ def expect_gradients(
     return ExpectedGradients(problem, dout, strips, sums)
 
 
-def _without_overlap(starts: list[int]) -> list[int]:
-    """Drops starts whose strip overlaps the preceding one."""
-    kept = starts[:1]
-    for start in starts[1:]:
-        if start >= kept[-1] + ROWS:
-            kept.append(start)
-    return kept
+def _without_overlap(starts: list[int], end: int) -> list[tuple[int, int]]:
+    """The rows of the strips that begin at `starts`, up to row `end`, each without those of the preceding one."""
+    strips, stop = [], 0
+    for start in starts:
+        begin, stop = max(start, stop), min(start + ROWS, end)
+        if begin < stop:
+            strips.append((begin, stop))
+    return strips
 
 
 # ---- ragged batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -160,21 +161,26 @@ def gradients(dout: torch.Tensor, p: Problem = P) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("starts", "kept"), [([0], [0]), ([0, 15], [0]), ([0, 16], [0, 16]), ([0, 15, 16, 31, 40], [0, 16, 40]), ([], [])]
-)
-def test_strips_without_overlap(starts: list[int], kept: list[int]) -> None:
-    assert sampled._without_overlap(starts) == kept
+    ("starts", "strips"),
+    [([0], [(0, 16)]), ([0, 15], [(0, 16), (16, 31)]), ([0, 16], [(0, 16), (16, 32)]), ([], []),
+     ([0, 15, 16, 31, 40], [(0, 16), (16, 31), (31, 32), (32, 47), (47, 50)])],
+)  # fmt: skip
+def test_strips_without_overlap(starts: list[int], strips: list[tuple[int, int]]) -> None:
+    assert sampled._without_overlap(starts, 50) == strips
 
 
-@pytest.mark.parametrize(("Sq", "ends"), [(1, [(0, 1)]), (16, [(0, 16)]), (20, [(0, 16)]), (32, [(0, 16), (16, 32)])])
-def test_sampled_rows_of_gradients(Sq: int, ends: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("Sq", [1, 16, 17, 20, 32, 100])
+def test_sampled_rows_of_gradients(Sq: int) -> None:
+    """Each row once at most, always with the first and the last."""
     p = dataclasses.replace(P, Sq=Sq)
     found = sampled.expect_gradients(p, *drawn(p))
     heads = [(0, 0), (1, 3)]
     assert list(dict.fromkeys((b, h) for b, h, *_ in found.strips)) == heads
     for head in heads:
-        rows = [(start, stop) for *at, start, stop in found.strips if (*at,) == head]
-        assert rows[:1] + rows[1:][-1:] == ends
+        strips = [(start, stop) for *at, start, stop in found.strips if (*at,) == head]
+        assert strips[0][0] == 0
+        assert strips[-1][1] == Sq
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(strips))
     assert {*found.sums} == {(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 3), (1, 1, 1), (2, 1, 1)}
 
 
