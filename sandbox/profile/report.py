@@ -36,10 +36,13 @@ _WAITS = {  # names of a stall reason on the pages raw and source -> what the wa
 WAITS = {name: waits for names, waits in _WAITS.items() for name in names.split()}
 
 
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
 def _bytes(value: float | None) -> str:
     if value is None:
         return "-"
-    unit, factor = next(((u, f) for u, f in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if value >= f), ("B", 1.0))
+    unit, factor = next(((u, f) for u, f in _UNITS if value >= 0.9995 * f), ("B", 1.0))  # 0.9995 becomes 1.00
     return f"{value / factor:.3g} {unit}"
 
 

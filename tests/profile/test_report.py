@@ -45,8 +45,8 @@ def shown(made: Profile, name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_400, "999 kB"), (1e6, "1 MB"), (1.234e6, "1.23 MB"),
-     (1e9, "1 GB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (1e6, "1 MB"),
+     (1.234e6, "1.23 MB"), (1e9, "1 GB")],
 )  # fmt: skip
 def test_bytes(value: float, text: str) -> None:
     assert shown(profile({"dram__bytes_write.sum": value}), "DRAM written")[0] == text
