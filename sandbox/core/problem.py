@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -141,7 +142,7 @@ class Problem:
     @classmethod
     def from_shape(cls, shape: str, **semantics: Any) -> Problem:
         """The problem of the text `"B,H,S,D"` or `"B,H,Sq,Sk,D"`, where H may be H/Hk and D may be D/Dv, with the other
-        fields by name.
+        fields by name. Also of these sizes as a problem is printed, such as "B1 H8/2 S1x2048 D64".
 
         `lengths` makes it a ragged batch and replaces B and S: pairs, or text such as "64,128x256". `alibi` may also be
         True: one slope per head. `bias` and `mask` may also be text with numbers or names, such as "1,H,Sq,Sk".
@@ -437,11 +438,14 @@ def _paged_fields(page_size: Any, pages: Any, B: int, Sk: int) -> dict[str, Any]
 
 # ---- a shape as text, as on the command line
 
+_PRINTED = re.compile(r"B(\d+) H(\d+(?:/\d+)?) S(\d+)(?:x(\d+))? D(\d+(?:/\d+)?)", re.ASCII)  # by Problem.__str__
+
 
 def _fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a Problem, from the arguments of `Problem.from_shape`. Raises SpecError for invalid text."""
     semantics = dict(given)
-    parts = [part.strip() for part in shape.split(",")]
+    printed = _PRINTED.fullmatch(shape.strip())
+    parts = list(filter(None, printed.groups())) if printed else [part.strip() for part in shape.split(",")]
     heads = parts[1].split("/") if len(parts) > 1 else []
     widths = parts[-1].split("/")
     numbers = [*parts[:1], *heads, *parts[2:-1], *widths]

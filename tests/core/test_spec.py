@@ -135,6 +135,8 @@ def test_a_problem_that_makes_no_sense(values: dict, message: str) -> None:
         ("2,8/2,100,77,40", (2, 8, 2, 100, 77, 40)),
         (" 1 , 2 , 3 , 4 ", (1, 2, 2, 3, 3, 4)),
         ("0,1,0,5,8", (0, 1, 1, 0, 5, 8)),
+        ("B2 H8/2 S100x77 D40", (2, 8, 2, 100, 77, 40)),
+        (" B1 H12 S1024 D64 ", (1, 12, 12, 1024, 1024, 64)),
     ],
 )
 def test_from_shape(shape: str, expected: tuple[int, ...]) -> None:
@@ -157,6 +159,9 @@ def test_from_shape(shape: str, expected: tuple[int, ...]) -> None:
         "1,2,3.0,4",
         "1,,3,4",
         "1,²,3,4",
+        "B1 H2 S3",
+        "B1 H2 S3 D4 float16",
+        "B1 H2 S²3 D4",
     ],
 )
 def test_from_shape_refuses(shape: str) -> None:
