@@ -44,7 +44,7 @@ extern "C" void sandbox_cluster_barrier(Site site) {
                            site.file, site.line, fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
                 pause(true);
             }
-            sandbox_yield();
+            sandbox_yield(site);
         }
     }
     acquire(&order);

@@ -111,7 +111,7 @@ struct List {
 struct Fiber : Thread {
     Context context;
     State state;
-    Site site;  // of the barrier or collective in which it waits
+    Site site;  // of the barrier, collective or wait for another block in which it is
     Collective what;
     unsigned mask;   // of the collective
     uint64_t value;  // its input to the collective
@@ -208,26 +208,48 @@ struct SharedMemory {
 
 // Delays bulk stores (not reductions) until no other block can make progress without them. A block that adds to, or
 // reads, the destination without waiting for the store then computes a wrong result. Delayed stores complete in reverse
-// order.
+// order. Also finds deadlocks between blocks.
 struct StoreOrder {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     unsigned running = 0, in_flight = 0;  // OS threads whose block can make progress; that are blocked in wait()
+    unsigned threads = 0;                 // OS threads that have a block
+    uint64_t changes = 0;                 // of `running` and `threads`
+    unsigned settled = 0;                 // OS threads whose block has waited for a whole step since the last change
+    struct Steps {                        // of a block since change number `change`
+        uint64_t change;
+        unsigned count;
+    };
 
-    void count(int more) {
+    void count(int more, int more_threads = 0) {
         pthread_mutex_lock(&lock);
-        running += more;
+        running += more, threads += more_threads;
+        ++changes, settled = 0;
         pthread_cond_broadcast(&changed);
         pthread_mutex_unlock(&lock);
+    }
+    // Called after each step by a block whose threads wait for other blocks. Returns whether all blocks do: a deadlock,
+    // if each has made a whole step since the last change. The first step of `own` may have begun before that.
+    bool all_wait(Steps& own) {
+        if (TSAN) return false;  // as in wait()
+        pthread_mutex_lock(&lock);
+        bool all = false;
+        if (!running && !in_flight) {
+            if (own.change != changes) own = {changes, 0};
+            settled += ++own.count == 2;
+            all = settled == threads;
+        }
+        pthread_mutex_unlock(&lock);
+        return all;
     }
     void wait() {
         if (TSAN) return;  // the lock would order blocks that the kernel does not order
         pthread_mutex_lock(&lock);
-        --running;
+        --running, ++changes, settled = 0;
         const unsigned place = ++in_flight;
         pthread_cond_broadcast(&changed);
         while (running || in_flight != place) pthread_cond_wait(&changed, &lock);
-        --in_flight, ++running;
+        --in_flight, ++running, ++changes, settled = 0;
         pthread_mutex_unlock(&lock);
     }
 };
@@ -263,6 +285,7 @@ struct Block {
              yielded = 0;           // fibers resumed in this scheduling step; those of them that called sandbox_yield
     unsigned lagged_steps = 0;      // steps in which the lagging warp did not run
     bool waits_for_blocks = false;  // every resumed fiber yielded
+    StoreOrder::Steps waiting_steps{};
 
     Block(const Launch& launch, StoreOrder& stores, const int& failed);
     ~Block();
@@ -285,7 +308,7 @@ struct Block {
     void write_read_stores(const Fiber* by = nullptr);
     void set_waits_for_blocks(bool now);
     void wake(State state, const char* mbarrier, unsigned number);
-    void explain_deadlock();
+    void explain_deadlock(unsigned blocks = 0);  // blocks: how many wait for each other
     bool fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
 };
 

@@ -28,7 +28,7 @@ bool waits_in_hopper(const Fiber& fiber) {
 void describe_wait(const Block& block, const Fiber& fiber, bool several, char* text, size_t size);
 
 // Reports where each thread waits: "threads 0..31 wait at __syncthreads() file.cu:12", "threads 32..63 returned".
-void Block::explain_deadlock() {
+void Block::explain_deadlock(unsigned blocks) {
     char text[2560] = "";
     size_t used = 0;
     unsigned groups = 0;
@@ -50,6 +50,9 @@ void Block::explain_deadlock() {
             else if (fiber.state == State::at_barrier)
                 snprintf(where, sizeof where, "wait%s at __syncthreads() %s:%d", *plural ? "" : "s", fiber.site.file,
                          fiber.site.line);
+            else if (fiber.state == State::ready)
+                snprintf(where, sizeof where, "wait%s for another block %s:%d", *plural ? "" : "s", fiber.site.file,
+                         fiber.site.line);
             else if (waits_in_hopper(fiber)) describe_wait(*this, fiber, end - t > 1, where, sizeof where);
             else
                 snprintf(where, sizeof where, "wait%s in %s(mask 0x%08x) %s:%d", *plural ? "" : "s",
@@ -66,6 +69,10 @@ void Block::explain_deadlock() {
     for (unsigned t = 0; t < threads; ++t) {
         if (fibers[t].state == State::in_collective) kind = "warp collective not reached by every lane of its mask";
     }
+    char all_wait[80];
+    snprintf(all_wait, sizeof all_wait, "deadlock: the %u block%s that run%s wait%s for others", blocks,
+             blocks > 1 ? "s" : "", blocks > 1 ? "" : "s", blocks > 1 ? "" : "s");
+    if (blocks) kind = all_wait;
     const uint3& b = fibers[0].block_idx;
     fail("%s, in block (%u,%u,%u):%s%s", kind, b.x, b.y, b.z, text, groups > 8 ? "\n  ..." : "");
 }

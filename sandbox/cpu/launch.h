@@ -34,7 +34,8 @@ void* work(void* argument) {
         index = TSAN ? index + workers : __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
     }
     block.set_waits_for_blocks(true);  // it no longer delays stores of other blocks
-    acquire(&block.ended);             // orders the kernel's writes before the return of the launch
+    grid.stores.count(0, -1);
+    acquire(&block.ended);  // orders the kernel's writes before the return of the launch
     return nullptr;
 }
 }  // namespace
@@ -53,7 +54,7 @@ extern "C" int sandbox_launch(const Launch* launch) {
     pthread_mutex_lock(&grid.lock);
     while (grid.workers < most && pthread_create(&threads_of_workers[grid.workers], nullptr, work, &grid) == 0)
         ++grid.workers;
-    grid.stores.running = grid.workers;
+    grid.stores.running = grid.stores.threads = grid.workers;
     if (grid.workers < launch->cluster) {
         snprintf(launch->error, launch->error_size, "no memory for the threads of a cluster of %u blocks",
                  launch->cluster);

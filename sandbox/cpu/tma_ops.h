@@ -85,8 +85,9 @@ extern "C" void sandbox_bulk_wait() {
 }
 
 // Switches to other fibers, in a thread that polls for another block.
-extern "C" void sandbox_yield() {
+extern "C" void sandbox_yield(Site site) {
     ++current->yielded;
+    self().site = site;
     pause();
 }
 
