@@ -1,10 +1,11 @@
-"""Batches of an inference server over pages: mixed batches, prefill over pages, few queries over float8 pages.
+"""Batches of an inference server over pages: mixed batches, prefill over pages, decoding over float8 keys.
 
-python experiments/028_serving/run.py mixed|serving|prefill|float8 … [--rows FILE] [--sample N]      needs a GPU
+python experiments/028_serving/run.py mixed|serving|prefill|float8|tiles … [--rows FILE] [--sample N]      needs a GPU
 
 mixed: a batch of chunks and single tokens beside its chunks alone and its tokens alone. serving: sampled batches beside
-FlashAttention-4 and PyTorch's varlen_attn. prefill: pages of 16 to 256 keys beside contiguous keys. float8: the tiles
-for 2 to 16 queries, and e5m2 pages three times. Every line is printed when it is measured.
+FlashAttention-4 and PyTorch's varlen_attn. prefill: pages of 16 to 256 keys beside contiguous keys. float8: float8 keys
+beside bfloat16 keys, contiguous and in pages, in sequences of equal and of random lengths. tiles: tiles for pages of
+float8 keys. Every line is printed when it is measured.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import sandbox
 from sandbox.bench import benchmark, environment, peers, serving
 from sandbox.bench.rows import recorded
 from sandbox.bench.sampled_shapes import sampled
-from sandbox.bench.timing import Events, Limits, Stopwatch, measure_ceilings
+from sandbox.bench.timing import Events, Limits, Stopwatch, Timing, measure, measure_ceilings
 from sandbox.core import registry
 from sandbox.core.problem import Problem
 from sandbox.engine import choose
@@ -116,22 +118,61 @@ def prefill(given: argparse.Namespace) -> Iterator[str]:
             yield f"{rows / pages:5.3f} of contiguous: {pages:7.1f} us  D{D} page {size}"
 
 
+DECODING = (  # B, H, Hk, Sq, Sk, D
+    (128, 32, 8, 1, 2048, 128), (128, 32, 8, 1, 8192, 128), (64, 64, 8, 1, 8192, 128), (64, 64, 8, 2, 8192, 128),
+    (64, 64, 8, 4, 8192, 128), (8, 32, 8, 1, 32768, 128), (1, 64, 8, 1, 131072, 128), (32, 32, 8, 1, 4096, 128),
+    (64, 32, 2, 1, 8192, 256), (128, 32, 32, 1, 2048, 64),
+)  # fmt: skip
+KEY_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+
+
 def float8(given: argparse.Namespace) -> Iterator[str]:
-    """Tiles for 2 to 16 queries over float8 keys, beside bfloat16 keys; e5m2 pages of 64 three times."""
-    tiles = [
-        Tile(BLOCK_M=32, BLOCK_N=n, WARPS=warps, STAGES=stages, BLOCKS=132, CLUSTER=1)
-        for n, warps, stages in ((32, 8, 2), (16, 4, 3))
+    """Decoding over float8 keys beside bfloat16 keys; speed relative to the latter."""
+    for shape in DECODING:
+        for size, of_equal_length in ((0, True), *((n, equal) for n in (16, 64, 256) for equal in (True, False))):
+            calls = {name: _setting()[0].ready(_decoding(shape, size, of_equal_length, name)) for name in KEY_DTYPES}
+            samples = measure(calls, _setting()[0], Limits(seconds=given.seconds, rounds=20))
+            us = {name: round(1e6 * Timing.of(found).median, 1) for name, found in samples.items()}
+            ratios = ", ".join(f"{name} {us['bfloat16'] / t:.3f}" for name, t in us.items() if name != "bfloat16")
+            keys = f"page {size}, {'equal' if of_equal_length else 'random'} lengths" if size else "contiguous"
+            yield f"{ratios}: {', '.join(f'{t:.1f}' for t in us.values())} us  {shape} {keys}"
+
+
+def _decoding(shape: tuple[int, ...], size: int, of_equal_length: bool, dtype: str) -> Callable[[], object]:
+    """A call of `attention` or `attention_paged` with keys of this dtype."""
+    (B, H, Hk, Sq, Sk, D), kind = shape, {"device": "cuda", "dtype": torch.int32}
+    torch.manual_seed(0)
+    q = torch.randn(B, H, Sq, D, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(B * Sk * Hk * D // 8, device="cuda").repeat(8).to(KEY_DTYPES[dtype]) for _ in range(2))
+    options: dict[str, Any] = {"causal": Sq > 1} | ({"descale": (1.0, 1.0, 1.0)} if k.element_size() == 1 else {})
+    if not size:
+        return partial(sandbox.attention_forward, q, k.view(B, Hk, Sk, D), v.view(B, Hk, Sk, D), **options)
+    table = torch.randperm(B * Sk // size, device="cuda").to(torch.int32).view(B, -1)
+    lengths = torch.full((B,), Sk, **kind) if of_equal_length else torch.randint(1, Sk + 1, (B,), **kind)
+    k, v = (x.view(-1, size, Hk, D) for x in (k, v))
+    return partial(sandbox.attention_paged, q, k, v, table, lengths, **options)
+
+
+def tiles(given: argparse.Namespace) -> Iterator[str]:
+    """Tiles for pages of float8 keys, sequences of random lengths."""
+    chosen = [
+        Tile(BLOCK_M=rows, BLOCK_N=n, WARPS=warps, STAGES=stages, BLOCKS=132, CLUSTER=cluster)
+        for rows in (16, 32)
+        for n, warps, stages, cluster in ((32, 4, 2, 1), (32, 4, 2, 2), (32, 4, 3, 1), (32, 8, 2, 1), (16, 4, 3, 1))
     ]
-    for Sq, size in ((4, 0), (4, 64), (3, 0), (8, 0)):
-        wide = Problem(64, 64, Sq, 8192, 128, Hk=8, dtype="bfloat16", causal="bottom-right", page_size=size)
-        bf16 = min(timed(wide, given).values(), default=float("nan"))
-        narrow = timed(replace(wide, kv_dtype="float8_e4m3"), given, ["fwd_decode"], tiles=tiles)
-        listed = ", ".join(f"{bf16 / t:.2f} x ({t:.1f} us, {name.partition(' ')[2]})" for name, t in narrow.items())
-        yield f"{Sq} queries, page {size}: bf16 {bf16:.1f} us; e4m3 {listed}"
-    for size, dtype in ((64, "float8_e5m2"), (64, "float8_e4m3"), (16, "float8_e5m2")):
-        p = Problem(32, 32, 1, 4096, 128, Hk=8, dtype="bfloat16", kv_dtype=dtype, page_size=size)
-        times = [min(timed(p, given, ["fwd_decode"]).values(), default=float("nan")) for _ in range(3)]
-        yield f"{dtype} page {size}: {', '.join(f'{t:.1f}' for t in times)} us"
+    for B, H, Hk, Sq, Sk, D in DECODING:
+        for size in (16, 64):
+            one = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype="bfloat16", page_size=size)
+            p = replace(one, causal="bottom-right") if Sq > 1 else one
+            bf16 = min(timed(p, given).values(), default=float("nan"))
+            fitting = [t for t in chosen if 16 * (1 + (Sq * H // Hk > 16)) == t.BLOCK_M]
+            found = timed(replace(p, kv_dtype="float8_e4m3"), given, ["fwd_decode"], tiles=fitting)
+            listed = ", ".join(f"{name.partition(' ')[2]} {t:.1f}" for name, t in sorted(found.items(), key=_second))
+            yield f"bfloat16 {bf16:.1f} us; {listed}  {(B, H, Hk, Sq, Sk, D)} page {size}"
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
@@ -139,6 +180,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
     "serving": sampled_batches,
     "prefill": prefill,
     "float8": float8,
+    "tiles": tiles,
 }
 
 
