@@ -36,7 +36,7 @@ extern "C" void sandbox_cluster_barrier(Site site) {
         const auto waits = [&] {
             return __atomic_load_n(&block.cluster[cta_rank].barriers, __ATOMIC_ACQUIRE) < reached;
         };
-        while (waits()) {
+        for (bool again = false; waits(); again = true) {
             const bool ended = __atomic_load_n(&block.cluster[cta_rank].ended, __ATOMIC_ACQUIRE);
             // It may have reached the barrier and ended since the first look.
             if ((ended && waits()) || __atomic_load_n(&block.failed, __ATOMIC_RELAXED)) {
@@ -44,7 +44,7 @@ extern "C" void sandbox_cluster_barrier(Site site) {
                            site.file, site.line, fiber.block_idx.x, fiber.block_idx.y, fiber.block_idx.z);
                 pause(true);
             }
-            sandbox_yield(site);
+            sandbox_yield(site, again);
         }
     }
     acquire(&order);

@@ -228,16 +228,16 @@ struct StoreOrder {
         pthread_cond_broadcast(&changed);
         pthread_mutex_unlock(&lock);
     }
-    // Called after each step by a block whose threads wait for other blocks. Returns whether all blocks do: a deadlock,
-    // if each has made a whole step since the last change. The first step of `own` may have begun before that.
-    bool all_wait(Steps& own) {
-        if (TSAN) return false;  // as in wait()
+    // Called after each step by a block whose threads wait for other blocks. Returns the number of blocks if all do, and
+    // each has made a whole step since the last change: a deadlock. The first step of `own` may have begun before that.
+    unsigned all_wait(Steps& own) {
+        if (TSAN) return 0;  // as in wait()
         pthread_mutex_lock(&lock);
-        bool all = false;
+        unsigned all = 0;
         if (!running && !in_flight) {
             if (own.change != changes) own = {changes, 0};
             settled += ++own.count == 2;
-            all = settled == threads;
+            all = settled == threads ? threads : 0;
         }
         pthread_mutex_unlock(&lock);
         return all;

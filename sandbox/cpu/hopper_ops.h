@@ -174,7 +174,7 @@ void Block::write_read_stores(const Fiber* by) {
     List<ReadStore>& sums = hopper.read_stores;
     bool stored = false;
     for (unsigned i = 0; i < sums.count; ++i) stored |= !sums.items[i].add && (!by || sums.items[i].by == by);
-    if (stored) stores.wait();
+    if (stored) set_waits_for_blocks(false), stores.wait();  // it has made progress, if it waited before
     for (unsigned i = sums.count; i-- > 0;) {
         const ReadStore item = sums.items[i];
         if (by && item.by != by) continue;

@@ -113,8 +113,8 @@ void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, S
 void sandbox_bulk_commit();
 void sandbox_bulk_wait_read(unsigned pending);
 void sandbox_bulk_wait();
-// In a loop that waits for another block.
-void sandbox_yield(Site site);
+// In a loop that waits for another block; again: not the first time in this wait.
+void sandbox_yield(Site site, bool again);
 // Records a write of the generic proxy, which the async proxy sees only after a fence.
 void sandbox_generic_write(const char* at, unsigned bytes);
 void sandbox_fence_proxy_async();

@@ -217,8 +217,8 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         if (waits_for_blocks) {
             if (__atomic_load_n(&failed, __ATOMIC_RELAXED)) return false;  // it may wait for the block that has failed
             sched_yield();
-            if (stores.all_wait(waiting_steps)) {
-                explain_deadlock(stores.threads);
+            if (const unsigned blocks = stores.all_wait(waiting_steps)) {
+                explain_deadlock(blocks);
                 return false;
             }
         }

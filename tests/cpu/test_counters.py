@@ -25,6 +25,33 @@ extern "C" __global__ void waiting(unsigned* counters, int blocks) {
 }
 """
 
+# Two blocks take turns: each counts at the other one after each of its own turns.
+TURNS = """
+#include "hopper.cuh"
+extern "C" __global__ void turns(unsigned* counters) {
+    for (unsigned turn = 1; turn <= 200; ++turn) {
+        counter_wait(counters + blockIdx.x, turn);
+        counter_arrive(counters + 1 - blockIdx.x);
+    }
+}
+"""
+# Each block stores a number by TMA when the one before has done so.
+STORES = """
+#include "hopper.cuh"
+extern "C" __global__ void stores(unsigned* counters, float* out) {
+    extern __shared__ __align__(16) float number[];
+    const unsigned i = blockIdx.x;
+    if (threadIdx.x) return;
+    number[0] = number[1] = number[2] = number[3] = i;
+    fence_proxy_async();
+    if (i) counter_wait(counters + i - 1, 1);
+    bulk_store(out + 4 * i, smem_address(number), 16);
+    tma_store_commit();
+    tma_store_wait_complete();
+    counter_arrive(counters + i);
+}
+"""
+
 
 def run(run_cuda: Callable[..., None], waits_for: str, blocks: int) -> np.ndarray:
     counters = np.zeros(blocks, np.uint32)
@@ -66,3 +93,26 @@ def test_blocks_that_wait_for_each_other(
 def test_a_counter_that_nobody_increments(run_cuda: Callable[..., None]) -> None:
     with pytest.raises(LaunchError, match=r"deadlock: the 1 block that runs waits for others, in block \(3,0,0\)"):
         run(run_cuda, "i==3?3:-1", 6)
+
+
+def test_blocks_that_take_turns_are_no_deadlock(
+    run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waits twice in a step has made progress in between."""
+    monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
+    for _ in range(50):
+        counters = np.array([1, 0], np.uint32)
+        run_cuda(TURNS, "turns", counters, grid=2, block=1, defines=DEFINES)
+        assert counters.tolist() == [201, 200]
+
+
+@pytest.mark.parametrize("blocks", [2, 20])
+def test_a_block_that_stores_after_it_has_waited(
+    blocks: int, run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same step: then it no longer waits for others while its store waits for them."""
+    monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
+    for _ in range(20):
+        counters, out = np.zeros(blocks, np.uint32), np.zeros((blocks, 4), np.float32)
+        run_cuda(STORES, "stores", counters, out, grid=blocks, smem=16, defines=DEFINES)
+        assert np.array_equal(out, np.broadcast_to(np.arange(blocks)[:, None], out.shape))

@@ -10,7 +10,8 @@ inline bool counter_reached(const unsigned* counter, unsigned arrivals) {
     return __atomic_load_n(counter, __ATOMIC_ACQUIRE) >= arrivals;
 }
 inline void counter_wait(const unsigned* counter, unsigned arrivals, SANDBOX_SITE) {
-    while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals) cpu::sandbox_yield(site);
+    for (bool again = false; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < arrivals; again = true)
+        cpu::sandbox_yield(site, again);
 }
 inline void counter_arrive(unsigned* counter, unsigned arrivals = 1) {
     __atomic_fetch_add(counter, arrivals, __ATOMIC_RELEASE);
