@@ -105,7 +105,7 @@ struct KeyPipeline {
     const SmemAddr stages, stages_end;
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
     KeyAddress next = {};              // of the next tile to load, or of its first half, or of this lane's key of it
-    KeyAddress next_half = {};         // of its second half, if that is in another page
+    KeyAddress next_half = {};         // of its second half, if the halves may be in two pages
     static constexpr bool TWO_PAGES = ADDRESSED == 16 && BLOCK_N == 32;
 
     __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V,

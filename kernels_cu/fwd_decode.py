@@ -132,8 +132,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
-            p.page_size % t.BLOCK_N == 0 or p.page_size % 16 == 0 or t.BLOCK_N == 16,
-            f"BLOCK_N={t.BLOCK_N} must be 16: larger tiles need a multiple of 16, or of BLOCK_N, as page_size",
+            t.BLOCK_N == 16 or in_pages(p, t.BLOCK_N) or (t.BLOCK_N == 32 and in_pages(p, 16)),
+            f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}, or be 16, or 32 in pages of a multiple of 16",
         ),
         (
             t.BLOCK_M * width <= MAX_ACCUMULATORS,
@@ -148,9 +148,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
+def in_pages(p: Problem, keys: int) -> bool:
+    """Whether each tile of so many keys is in one page; also without pages."""
+    return p.page_size % keys == 0
+
+
 def pages_of_float8(p: Problem) -> bool:
-    """Whether tiles were timed for 16-bit queries over pages of float8 keys."""
-    return bool(p.kv_dtype and p.page_size and p.page_size % 16 == 0 and not p.ragged)
+    """16-bit queries over pages of float8 keys, for which tiles of their own were timed (experiment 028)."""
+    return bool(p.kv_dtype and p.page_size and in_pages(p, 16) and not p.ragged)
 
 
 def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -160,14 +165,14 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     blocks for key_lengths up to MAX_CLUSTER_KEYS: two SMs run two clusters, and one reads while the other finishes. No
     cluster if there are three waves or more, then with fewer bytes in flight per warp. Two tiles of 16 rows over float8
     keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys: 1.17 times as fast). Pages of
-    float8 keys: fewer bytes in flight per warp; for many entries clusters of two, except with small pages (experiment
-    028).
+    float8 keys: fewer bytes in flight per warp, and for three waves of row tiles or more clusters of two, except where
+    a tile is in two pages (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
-    many_rows, large_pages = queries(p) * p.group > 16, p.page_size % 32 == 0
-    if pages_of_float8(p) and p.B > 1 and sum(row_bytes(p)) >= 256 and (large_pages or not many_rows):
-        return 4, 2 if large_pages and tiles >= 3 * SMS else 1, 32
-    if p.kv_dtype and many_rows and large_pages and max(p.D, p.Dv) <= 128:
+    many_rows, one_page = queries(p) * p.group > 16, in_pages(p, 32)
+    if pages_of_float8(p) and p.B > 1 and sum(row_bytes(p)) >= 256 and (one_page or not many_rows):
+        return (4, 2, 32) if one_page and tiles >= 3 * SMS else (4, 1, 32)
+    if p.kv_dtype and many_rows and one_page and max(p.D, p.Dv) <= 128:
         return 8, 1, 32
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
         return default
@@ -198,8 +203,8 @@ def was_timed(p: Problem, t: Tile) -> bool:
         t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
         t.BLOCK_M > 16 and p.float8_keys and p.D > 128 and p.Dv != p.D,
         t.BLOCK_N > 16 and (p.mask or p.Dv > 128),
-        t.BLOCK_N > 16 and t.BLOCK_M > 16 and (p.page_size % 32 or (t.WARPS == 4 and not pages_of_float8(p))),
-        t.BLOCK_N > 16 and p.page_size % 32 and not pages_of_float8(p),
+        t.BLOCK_N > 16 and not in_pages(p, 32) and (t.BLOCK_M > 16 or not pages_of_float8(p)),
+        t.BLOCK_N > 16 and t.STAGES == 2 and t.WARPS == 4 and not pages_of_float8(p),
         t.CLUSTER > 1 and hides and p.Dv < 128,
     )
     return not any(untimed)

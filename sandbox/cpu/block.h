@@ -228,8 +228,9 @@ struct StoreOrder {
         pthread_cond_broadcast(&changed);
         pthread_mutex_unlock(&lock);
     }
-    // Called after each step by a block whose threads wait for other blocks. Returns the number of blocks if all do, and
-    // each has made a whole step since the last change: a deadlock. The first step of `own` may have begun before that.
+    // Called after each step by a block whose threads wait for other blocks. Returns the number of blocks if all do,
+    // and each has made a whole step since the last change: a deadlock. The first step of `own` may have begun before
+    // that.
     unsigned all_wait(Steps& own) {
         if (TSAN) return 0;  // as in wait()
         pthread_mutex_lock(&lock);

@@ -95,9 +95,7 @@ def test_a_counter_that_nobody_increments(run_cuda: Callable[..., None]) -> None
         run(run_cuda, "i==3?3:-1", 6)
 
 
-def test_blocks_that_take_turns_are_no_deadlock(
-    run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_take_turns_are_no_deadlock(run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that waits twice in a step has made progress in between."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
     for _ in range(50):

@@ -170,6 +170,20 @@ def test_float8_pages(name: str, page_size: int, ragged: bool, device: Device) -
     assert result.ok, f"{problem}: {result}"
 
 
+@pytest.mark.parametrize(
+    ("page_size", "keys", "fits"),
+    [(0, 64, True), (64, 64, True), (1, 16, True), (16, 32, True), (48, 32, True), (20, 32, False), (16, 48, False),
+     (16, 64, False), (32, 64, False)],
+)  # fmt: skip
+def test_tiles_that_fit_pages(page_size: int, keys: int, fits: bool) -> None:
+    """One page, two halves in two, or 16 keys of which each has an address."""
+    tile = Tile(BLOCK_M=16, BLOCK_N=keys, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1)
+    problem = Problem(1, 2, 1, 960, 64, dtype="float16", page_size=page_size)
+    reason = KERNEL.why_tile_unsupported(problem, tile, (9, 0))
+    wanted = f"BLOCK_N={keys} must divide page_size={page_size}, or be 16, or 32 in pages of a multiple of 16"
+    assert reason is None if fits else wanted in (reason or "")
+
+
 @pytest.mark.parametrize(("page_size", "cluster"), [(16, 1), (48, 2)])
 def test_tiles_in_two_pages(page_size: int, cluster: int, device: Device) -> None:
     """Tiles of 32 keys whose halves are in different pages; the table has no page for the second half of the last."""
