@@ -2,8 +2,8 @@
 
 python scripts/compare_speed.py old=../old new=. --shape 2,16,8192,128 --causal --backward --processes 3
 
-Each checkout has processes of its own, which import it and make the same inputs. In each round every process times
-every problem once, in an order that rotates: replays of a CUDA graph of many calls, without an L2 flush. Printed are
+Each checkout has processes of its own, which import it and make the same inputs. In each round of a problem every
+process times it once, in an order that rotates: replays of a CUDA graph of many calls, without an L2 flush. Printed are
 the median over rounds, then over processes, and the range of the processes' ratios to the first checkout. Two processes
 of the same checkout differ by 1 to 3%: smaller differences need several `--processes`. Without a GPU, the CPU backend's
 times show only that the script works.
@@ -12,6 +12,8 @@ times show only that the script works.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import os
 import statistics
@@ -93,6 +95,8 @@ def timer_of(call: Callable[[], object], seconds: float) -> Callable[[], float]:
 
 def serve(given: dict[str, Any]) -> None:
     """Times problem i for each line i of standard input; keeps the inputs of the last one."""
+    import torch
+
     import sandbox
 
     if Path(sandbox.__file__).resolve().parents[1] != Path.cwd():
@@ -100,7 +104,9 @@ def serve(given: dict[str, Any]) -> None:
     timers: dict[str, Callable[[], float]] = {}
     for line in sys.stdin:
         if line not in timers:
-            timers.clear()  # frees the inputs
+            timers.clear()
+            gc.collect()
+            torch.cuda.empty_cache()  # the other processes need the memory of the inputs
             timers[line] = timer_of(call_of(given, given["shapes"][int(line)]), given["seconds"])
         print(timers[line](), flush=True)
 
@@ -125,9 +131,11 @@ class Worker(NamedTuple):
         """µs of problem i. Raises SystemExit if the process has ended; it has said why."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{i}\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{i}\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit(f"the process of {self.name} ended with status {self.process.wait()}")
         return float(answer)
@@ -164,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="A checkout; the first one is the base.")
     parser.add_argument("--shape", action="append", required=True, dest="shapes", help="As of `sandbox bench`.")
-    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--page-size", type=int, default=0)
@@ -175,7 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.1, help="GPU time of a process in a round.")
     parser.add_argument("--json", action="store_true", help="A line of JSON for each problem.")
     given = vars(parser.parse_args(arguments))
-    trees = {name: Path(folder).resolve() for name, _, folder in (text.partition("=") for text in given.pop("trees"))}
+    named = [text.partition("=") for text in given.pop("trees")]
+    trees = {name: Path(folder).resolve() for name, _, folder in named if name and folder}
+    if len(trees) < len(named):
+        parser.error("each checkout must be NAME=FOLDER, and each name occur once")
+    if given["backward"] and given["page_size"]:
+        parser.error("--backward does not support --page-size")
     if missing := [str(tree) for tree in trees.values() if not (tree / "sandbox").is_dir()]:
         parser.error(f"no checkout with a package sandbox: {', '.join(missing)}")
     workers = [Worker.start(name, tree, given) for _ in range(given["processes"]) for name, tree in trees.items()]

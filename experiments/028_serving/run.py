@@ -25,7 +25,7 @@ from sandbox.bench import benchmark, environment, peers, serving
 from sandbox.bench.rows import recorded
 from sandbox.bench.sampled_shapes import sampled
 from sandbox.bench.timing import Events, Limits, Stopwatch, Timing, measure, measure_ceilings
-from sandbox.core import registry
+from sandbox.core import jsonl, registry
 from sandbox.core.problem import Problem
 from sandbox.engine import choose
 from sandbox.spec import Tile
@@ -135,6 +135,8 @@ def float8(given: argparse.Namespace) -> Iterator[str]:
             us = {name: round(1e6 * Timing.of(found).median, 1) for name, found in samples.items()}
             ratios = ", ".join(f"{name} {us['bfloat16'] / t:.3f}" for name, t in us.items() if name != "bfloat16")
             keys = f"page {size}, {'equal' if of_equal_length else 'random'} lengths" if size else "contiguous"
+            row = {"shape": shape, "keys": keys, "us": us, **_setting()[1]}
+            jsonl.append(given.rows.with_name("float8.jsonl"), row)
             yield f"{ratios}: {', '.join(f'{t:.1f}' for t in us.values())} us  {shape} {keys}"
 
 
@@ -188,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--rows", type=Path, default=Path(__file__).with_name("results.jsonl"))
-    parser.add_argument("--sample", type=int, default=6, help="Sampled batches. Default: 6.")
+    parser.add_argument("--sample", type=int, default=20, help="Sampled batches. Default: 20.")
     parser.add_argument("--seed", type=int, default=39)
     parser.add_argument("--pages", type=int, nargs="+", default=(16, 32, 64, 128, 256), help="Page sizes of prefill.")
     parser.add_argument("--seconds", type=float, default=0.1, help="GPU time of each contender.")

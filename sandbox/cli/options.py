@@ -150,8 +150,8 @@ def shape_option(said: str = "", *, operations: bool = True, gpu_only: bool = Fa
     backend."""
     name = "shapes" if more.get("multiple") else "shape"
     form = (
-        "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv. Also as a "
-        "problem is printed: 'B1 H8/2 S1x2048 D64'."
+        "Problem: B,H,S,D or B,H,Sq,Sk,D. Grouped-query attention: B,H/Hk,…; V's head dimension: …,D/Dv. Also the "
+        "sizes of a printed problem: 'B1 H8/2 S1x2048 D64'."
     )
     if operations:
         form += " For a kernel of a custom operation (not attention): the sizes of its dimensions, such as M,N."

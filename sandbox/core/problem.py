@@ -142,7 +142,7 @@ class Problem:
     @classmethod
     def from_shape(cls, shape: str, **semantics: Any) -> Problem:
         """The problem of the text `"B,H,S,D"` or `"B,H,Sq,Sk,D"`, where H may be H/Hk and D may be D/Dv, with the other
-        fields by name. Also of these sizes as a problem is printed, such as "B1 H8/2 S1x2048 D64".
+        fields by name. Also of the sizes alone as a problem is printed, such as "B1 H8/2 S1x2048 D64".
 
         `lengths` makes it a ragged batch and replaces B and S: pairs, or text such as "64,128x256". `alibi` may also be
         True: one slope per head. `bias` and `mask` may also be text with numbers or names, such as "1,H,Sq,Sk".
@@ -453,7 +453,10 @@ def _fields_of(shape: str, given: Mapping[str, Any]) -> dict[str, Any]:
         len(parts) not in (4, 5) or len(heads) not in (1, 2) or len(widths) not in (1, 2)
         or not all(n.isdecimal() for n in numbers)
     ):  # fmt: skip
-        raise SpecError(f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64")
+        raise SpecError(
+            f"shape {shape!r} must be B,H,S,D or B,H,Sq,Sk,D, such as 1,12,1024,64 or 1,8/2,1024,64, or printed sizes, "
+            "such as B1 H8/2 S1x1024 D64"
+        )
     if not int(heads[0]):
         raise SpecError(f"shape {shape!r}: H=0: a problem has at least one query head")
     lengths = [int(n) for n in parts[2:-1]]

@@ -205,18 +205,21 @@ def clear() -> int:
     """
     removed = 0
     with _locked(fcntl.LOCK_EX):
-        for path in [*directory().iterdir(), *snippets().glob("*")]:
+        for path in directory().iterdir():
             with contextlib.suppress(OSError):
                 if (entry := _is_entry(path)) or _UNPACKED.fullmatch(path.name):
                     removed += entry
                     _remove(path)
-                elif (path.name.startswith(_STAGING) or path.parent == snippets()) and _is_old(path):
+                elif path.name.startswith(_STAGING) and _is_old(path):
                     shutil.rmtree(path, ignore_errors=True)
+        for header in snippets().glob("*"):
+            if _is_old(header):
+                shutil.rmtree(header, ignore_errors=True)
     return removed
 
 
 def _is_old(path: Path) -> bool:
-    """Whether no process still writes or is about to read it: ten minutes."""
+    """Whether it was last used ten minutes ago: no process writes it or is about to read it."""
     return time.time() - path.stat().st_mtime > 600
 
 

@@ -7,11 +7,12 @@ library.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -88,17 +89,6 @@ def compile(
             f"arch {arch} is not supported by NVRTC {library.version}: choose one of {', '.join(library.archs)}"
         )
     source = source.resolve()
-    try:
-        return _compile_file(source, entry, arch, defines or {}, options, folders)
-    except (FileNotFoundError, IsADirectoryError) as error:  # perhaps for a moment, while an editor replaces the file
-        raise CompileError(f"{error.filename}: no such file", source=str(source), options=(), log="") from None
-
-
-def _compile_file(
-    source: Path, entry: str, arch: str, defines: Mapping[str, object], options: Sequence[str], folders: Sequence[Path]
-) -> Compiled:
-    """`compile`; raises FileNotFoundError or IsADirectoryError if there is no such file."""
-    library = _library()
     if reason := refused_path(source):
         message = f"NVRTC cannot compile {str(source)!r}: {reason}; move it to another folder"
         raise CompileError(message, source=str(source), options=(), log=reason)
@@ -111,10 +101,11 @@ def _compile_file(
         "--ptxas-options=-v",
         *library.no_cache,
         *options,
-        *(f"-D{name}={value}" for name, value in defines.items()),
+        *(f"-D{name}={value}" for name, value in (defines or {}).items()),
         *(f"--include-path={folder}" for folder in folders),
     )
-    fingerprint = sources.fingerprint(source, folders)
+    with _reading(source):
+        fingerprint = sources.fingerprint(source, folders)
     key = cache.make_key(kind="cubin", source=fingerprint, flags=flags, nvrtc=library.identity)
     if fingerprint and (found := cache.get(key, ("cubin", "ptx"), {"log": str, "seconds": float})):
         meta, cubin, ptx = found.meta, found.files["cubin"], found.files["ptx"].decode()
@@ -123,15 +114,16 @@ def _compile_file(
         _keep(key, source, arch, cubin, ptx)
         return Compiled(entry, arch, cubin, ptx, meta["log"], resources, flags, meta["seconds"], True)
     start = time.perf_counter()
-    cubin, ptx, text = _compile(source, flags)
+    with _reading(source):
+        cubin, ptx, text = _compile(source, flags)
     seconds = time.perf_counter() - start
     options_text = " ".join(flags)
     log.logger.log(log.COMPILING, "%s %s: compiled in %.2f s with %s\n%s", entry, arch, seconds, options_text, text)
     _keep(key, source, arch, cubin, ptx)
     resources = parse_resources(text, entry, source)
-    if fingerprint and fingerprint == sources.fingerprint(
-        source, folders
-    ):  # not if the source was edited during the compilation
+    with _reading(source):
+        unchanged = fingerprint == sources.fingerprint(source, folders)
+    if fingerprint and unchanged:  # not if the source was edited during the compilation
         meta = {"name": f"{source.stem} {arch}", "log": text, "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, text, resources, flags, seconds, False)
@@ -161,8 +153,20 @@ def _has_fast_compilation() -> bool:
     return bool(_run(library.api, b"", "empty.cu", (f"--gpu-architecture={library.archs[0]}", _FAST))[0])
 
 
+@contextlib.contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """A file that is missing, perhaps for a moment while an editor replaces it, is a CompileError."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        message = f"{error.filename}: no such file"
+        raise CompileError(message, source=str(source), options=(), log="") from error
+
+
 def _keep(key: str, source: Path, arch: str, cubin: bytes, ptx: str) -> None:
-    log.keep(f"{source.stem}-{arch}-{key[:8]}", {".cu": source.read_bytes(), ".ptx": ptx.encode(), ".cubin": cubin})
+    with _reading(source):
+        content = source.read_bytes()
+    log.keep(f"{source.stem}-{arch}-{key[:8]}", {".cu": content, ".ptx": ptx.encode(), ".cubin": cubin})
 
 
 def no_entry_point(source: Path, entry: str, found: Iterable[str]) -> str:

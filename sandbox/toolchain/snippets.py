@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -27,6 +28,7 @@ def folders(problem: Problem) -> tuple[Path, ...]:
     if not file.exists() or file.read_bytes() != content:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         atomic.replace(file, content)  # another process may compile it
+    os.utime(folder)  # in use: cache.clear keeps it
     return (folder,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +43,29 @@ def test_a_folder_without_a_checkout(tmp_path: Path, capfd: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         compare_speed.main([f"old={tmp_path}", f"new={ROOT}", "--shape", "1,2,16,8"])
     assert f"no checkout with a package sandbox: {tmp_path}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        ([str(ROOT)], "each checkout must be NAME=FOLDER"),
+        (["a="], "each checkout must be NAME=FOLDER"),
+        ([f"a={ROOT}", f"a={ROOT}"], "each name occur once"),
+        ([f"a={ROOT}", "--backward", "--page-size", "16"], "--backward does not support --page-size"),
+    ],
+)
+def test_arguments_that_make_no_sense(trees: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare_speed.main([*trees, "--shape", "1,2,16,8"])
+    assert message in capfd.readouterr().err
+
+
+def test_a_process_that_has_already_ended() -> None:
+    worker = compare_speed.Worker("gone", subprocess.Popen(["false"], stdin=-1, stdout=-1, text=True))
+    worker.process.wait()
+    with pytest.raises(SystemExit, match="the process of gone ended with status 1"):
+        worker.time(0)
+    worker.process.communicate()
 
 
 def test_lines() -> None:
