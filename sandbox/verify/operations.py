@@ -35,8 +35,8 @@ _CASES = 10
 
 
 def dtype_of(kernel: Kernel, dtype: str = "") -> str:
-    """`dtype` if the kernel supports it, else float16 if it supports that, else its first dtype."""
-    if dtype in kernel.dtypes:
+    """`dtype` if it is given, else float16 if the kernel supports that, else its first dtype."""
+    if dtype:
         return dtype
     return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
 
