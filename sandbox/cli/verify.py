@@ -34,6 +34,7 @@ from .options import (
     score_options,
     shape_option,
     tile_option,
+    timeout_option,
 )
 from .output import exit_status, followed, print_json_rows, save_page, say, screen
 
@@ -44,6 +45,8 @@ map_option = click.option(
     metavar="PREFIX",
     help="Plot the errors of a wrong result to PREFIX.png and PREFIX.svg.",
 )
+
+limit_option = timeout_option(600, "Time limit for compiling and running a case, in seconds.")
 
 
 @cli.command("run")
@@ -58,11 +61,12 @@ map_option = click.option(
 @score_options
 @tile_option()
 @backend_option()
+@limit_option
 @map_option
 @json_option
 def run_(
     kernels: tuple[str, ...], shape: str | None, dtype: str, causal: str | None, scored: Scored, tile: str | None,
-    backend: str | None, prefix: Path | None, as_json: bool,
+    backend: str | None, timeout: float, prefix: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile, launch and verify; one line per kernel and problem.
 
@@ -78,7 +82,7 @@ def run_(
         runs = [(kernel, case) for kernel in chosen]
     else:
         runs = checking.named_runs(chosen, small=device == HOST)
-    with IsolatedRunner(_forward_output) as runner:
+    with IsolatedRunner(_forward_output, timeout) as runner:
         found = followed(checking.run_cases(runs, device, wanted, runner.verify), lambda r: r.case)
         if as_json:
             results = list(print_json_rows(found))
@@ -109,12 +113,13 @@ def _shown(
 @kernels_argument
 @tile_option()
 @backend_option()
+@limit_option
 @map_option
 @html_option
 @json_option
 def check_(
-    kernels: tuple[str, ...], tile: str | None, backend: str | None, prefix: Path | None, html: Path | None,
-    as_json: bool,
+    kernels: tuple[str, ...], tile: str | None, backend: str | None, timeout: float, prefix: Path | None,
+    html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare kernels with the reference on many small problems, up to several hundred per attention kernel.
 
@@ -122,7 +127,7 @@ def check_(
     """
     device, wanted = checking.pick_device(backend), parsed_tile(tile)
     chosen = chosen_kernels(kernels)
-    with IsolatedRunner(_forward_output) as runner:
+    with IsolatedRunner(_forward_output, timeout) as runner:
         swept = checking.sweep(chosen, device, wanted, runner.verify)
         found = followed(swept, lambda r: f"{r.kernel} {r.case}")
         results = list(print_json_rows(found) if as_json else _reported(found))

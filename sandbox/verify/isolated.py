@@ -31,17 +31,18 @@ class _Job(NamedTuple):
     repeats: int
     report: bool
     explain: bool
+    seconds: float | None
 
 
 class IsolatedRunner:
     """A context manager. Its `verify` takes a kernel of the registry and returns the same result as `check.verify`. If
     the kernel ends the process, the result says so; after several such crashes the kernel is not run again.
 
-    `on_output` is called with the output that kernels print.
+    `on_output` is called with the output that kernels print. seconds: time limit of compiling and running a case.
     """
 
-    def __init__(self, on_output: Callable[[str], object]):
-        self._on_output = on_output
+    def __init__(self, on_output: Callable[[str], object], seconds: float | None = None):
+        self._on_output, self._seconds = on_output, seconds
         self._crashes: Counter[str] = Counter()
 
     def __enter__(self) -> IsolatedRunner:
@@ -55,12 +56,14 @@ class IsolatedRunner:
         self, kernel: Kernel, case: Case, device: Device, tile: Tile | None = None, *, repeats: int = 1,
         report: bool = False, explain: bool = False,
     ) -> Result:  # fmt: skip
-        """One kernel on one case, without a time limit."""
+        """One kernel on one case."""
         where = kernel.name, case.name, case.problem, device[0]
         if self._crashes[kernel.name] >= _MAX_CRASHES:
             return Result(*where, ok=None, message=NOT_TRIED)
         try:
-            result, printed = self._worker.do(_Job(kernel.name, case, device, tile, repeats, report, explain))
+            result, printed = self._worker.do(
+                _Job(kernel.name, case, device, tile, repeats, report, explain, self._seconds)
+            )
         except WorkerDied as death:
             printed = death.printed
             message = f"its process ended: {death}, while {death.stage}"
@@ -77,7 +80,7 @@ def _run_job(job: _Job, report_stage: ReportStage) -> tuple[Result, bool]:
     report_stage("computing the reference", None)
     with suppress(SandboxError):  # `verify` reports it
         suite_of(kernel).reference(job.case)
-    report_stage("running it", None)
+    report_stage("running it", job.seconds)
     how = {"repeats": job.repeats, "report": job.report, "explain": job.explain}
     result = verify(kernel, job.case, job.device, job.tile, **how)  # type: ignore[arg-type]
     return result, device_usable(job.device)

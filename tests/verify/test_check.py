@@ -342,9 +342,9 @@ def test_a_device_after_a_failure(error: Exception | None, usable: bool, monkeyp
 def test_a_job_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(isolated, "verify", lambda *job, **how: given.append((*job, how)) or "result")
-    job = isolated._Job("fwd_minimal", CASE, HOST, TILE, 3, True, False)
+    job = isolated._Job("fwd_minimal", CASE, HOST, TILE, 3, True, False, 7.0)
     assert isolated._run_job(job, lambda *stage: given.append(stage)) == ("result", True)
     assert given == [
-        ("computing the reference", None), ("running it", None),
+        ("computing the reference", None), ("running it", 7.0),
         (KERNEL, CASE, HOST, TILE, {"repeats": 3, "report": True, "explain": False}),
     ]  # fmt: skip
