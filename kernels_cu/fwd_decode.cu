@@ -276,6 +276,7 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
     pipeline.update_address(first);
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(first + stage * WARPS);
+    TIMELINE(wait_Q);
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // Q is complete
 

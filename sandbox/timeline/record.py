@@ -84,6 +84,7 @@ class Timeline:
     blocks: int  # number of blocks in the grid
     seconds: tuple[float, float] | None
     same: bool | None
+    without_marks: tuple[int, ...] = ()  # chosen blocks that had no work
 
     @property
     def timed(self) -> bool:
@@ -122,10 +123,13 @@ def record(
     pairs = [(plain[0].outputs[name], recorded[-1].outputs[name]) for name in plain[0].outputs if name in first.args]
     same = all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs) if kernel.deterministic else None
     rate = gpu.clock_rate() if gpu else None
+    tracks = tuple(_tracks([*buffers.read()], names, rate))
+    if chosen and not tracks:
+        raise UnsupportedProblem(f"{numbered(chosen)}: no marks, as no work was assigned")
     return Timeline(
-        kernel.name, problem, tile, gpu.name if gpu else "the CPU backend", "cycles" if gpu else "marks", rate,
-        tuple(_tracks([*buffers.read()], names, rate)), math.prod(grid),
-        (_mean(plain), _mean(recorded)) if gpu else None, same,
+        kernel.name, problem, tile, gpu.name if gpu else "the CPU backend", "cycles" if gpu else "marks", rate, tracks,
+        math.prod(grid), (_mean(plain), _mean(recorded)) if gpu else None, same,
+        tuple(block for block in chosen if block not in {track.block for track in tracks}),
     )  # fmt: skip
 
 
@@ -165,6 +169,11 @@ def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:
     if len({*wanted}) > MOST_BLOCKS:
         raise UnsupportedProblem(f"{len({*wanted})} blocks cannot be recorded at once: at most {MOST_BLOCKS}")
     return sorted({*wanted})
+
+
+def numbered(blocks: Sequence[int]) -> str:
+    """ "block 24", or "blocks 0, 24"."""
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
 
 
 def _since(clock: int, earlier: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..verify.report import si_time, table
-from .record import Step, Timeline, Track
+from .record import Step, Timeline, Track, numbered
 
 _WAITS = 5
 ORDER_ONLY = "a tick is one mark of the block: the CPU backend shows the order of the threads, not time"
@@ -91,6 +91,8 @@ def remarks(timeline: Timeline) -> Sequence[str]:
         notes.append(f"marks cost {timeline.slowdown:+.1%}: {plain} without them, {marked} with them")
     else:
         notes.append(ORDER_ONLY)
+    if timeline.without_marks:
+        notes.append(f"{numbered(timeline.without_marks)}: no marks, as no work was assigned")
     if timeline.lost:
         notes.append(f"{timeline.lost} marks were overwritten and are not shown: use a smaller problem")
     if timeline.same is False:

@@ -254,6 +254,18 @@ def test_stored_report_and_plot() -> None:
     check_stored("timeline.txt", lines)
 
 
+def test_blocks_without_work() -> None:
+    """The grid has an upper bound of the blocks that key_lengths need."""
+    kernel = registry.get("fwd_latent_wgmma")
+    problem = Problem(1, 16, 1, 512, 576, Hk=1, Dv=512, dtype="float16", latent=True, key_lengths=True)
+    count = math.prod(kernel.grid(problem, choose_tile(kernel, problem, None)))
+    found = recorded(kernel, problem, blocks=[0, count - 1])
+    assert {track.block for track in found.tracks} == {0}
+    assert f"block {count - 1}: no marks, as no work was assigned" in report.remarks(found)
+    with pytest.raises(UnsupportedProblem, match=f"block {count - 1}: no marks, as no work was assigned"):
+        recorded(kernel, problem, blocks=[count - 1])
+
+
 def test_the_order_of_marks_is_not_called_time(mma: record.Timeline) -> None:
     """On the CPU backend ticks are the order of marks; on a GPU they are cycles."""
     page = timeline.page(mma)
