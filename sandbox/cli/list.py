@@ -13,6 +13,7 @@ from ..core import registry
 from ..core.errors import UnsupportedProblem
 from ..core.kernel import INVARIANCES, Arch, Kernel
 from ..core.operation import Operation
+from ..core.problem import Problem
 from ..engine import choose
 from ..launch.dlpack import HOST
 from ..launch.driver import device
@@ -81,7 +82,7 @@ def list_(
             else:
                 screen().print(_ladder_table(kernels))
         return
-    wanted = problem_of(shape, dtype, causal, scored)
+    wanted = _latent_if_wide(problem_of(shape, dtype, causal, scored))
     target = _arch(arch)
     found: list[choose.Candidate] = []
     chosen: list[Kernel] = []
@@ -101,6 +102,14 @@ def list_(
     for text in refused:
         say(text, stderr=True)
     sys.exit(0 if chosen else 2)
+
+
+def _latent_if_wide(problem: Problem) -> Problem:
+    """The problem of latent attention with these sizes, if D is too large for all other kernels."""
+    kernels = [kernel for kernel in registry.kernels().values() if not kernel.custom]
+    latent = [kernel for kernel in kernels if kernel.latent]
+    others = max((kernel.max_D for kernel in kernels if not kernel.latent), default=0)
+    return latent[0].adapted(problem) if latent and others < problem.D else problem
 
 
 def _row(candidate: choose.Candidate, chosen: bool) -> dict[str, object]:
