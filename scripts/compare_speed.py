@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 GRAPH_SECONDS = 2e-3  # duration of a graph's calls
 
 
-# ---- a process of one checkout: reads a number of a problem, times it, prints µs
+# ---- a process of one checkout: reads a number of a problem, times it, prints µs and the sum of the result
 
 
 def call_of(given: dict[str, Any], shape: str) -> Callable[[], object]:
@@ -93,22 +93,34 @@ def timer_of(call: Callable[[], object], seconds: float) -> Callable[[], float]:
     return lambda: statistics.median(elapsed(calls) for _ in range(repeats)) / count * 1e6
 
 
+def total_of(result: Any) -> float:
+    """The sum of the absolute values of the first array of a result."""
+    first = result[0] if isinstance(result, tuple) else result
+    return float(first.double().abs().sum())
+
+
 def serve(given: dict[str, Any]) -> None:
     """Times problem i for each line i of standard input; keeps the inputs of the last one."""
     import torch
 
     import sandbox
+    from sandbox.core.errors import SandboxError
 
     if Path(sandbox.__file__).resolve().parents[1] != Path.cwd():
         raise SystemExit(f"{Path.cwd()} has no package sandbox: {sandbox.__file__} was imported")
-    timers: dict[str, Callable[[], float]] = {}
+    timers: dict[str, tuple[Callable[[], float], float]] = {}
     for line in sys.stdin:
         if line not in timers:
             timers.clear()
             gc.collect()
             torch.cuda.empty_cache()  # the other processes need the memory of the inputs
-            timers[line] = timer_of(call_of(given, given["shapes"][int(line)]), given["seconds"])
-        print(timers[line](), flush=True)
+            try:
+                call = call_of(given, given["shapes"][int(line)])
+                timers[line] = timer_of(call, given["seconds"]), total_of(call())
+            except (SandboxError, TypeError) as error:
+                raise SystemExit(f"{Path.cwd()}: {error}") from None
+        timer, total = timers[line]
+        print(timer(), total, flush=True)
 
 
 # ---- the process that alternates
@@ -127,8 +139,8 @@ class Worker(NamedTuple):
         return cls(name, subprocess.Popen(command, cwd=tree, env=environment, text=True, stdin=subprocess.PIPE,
                                           stdout=subprocess.PIPE))  # fmt: skip
 
-    def time(self, i: int) -> float:
-        """µs of problem i. Raises SystemExit if the process has ended; it has said why."""
+    def time(self, i: int) -> tuple[float, float]:
+        """µs of problem i, and the sum of its result. Raises SystemExit if the process has ended; it has said why."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         answer = ""
@@ -138,21 +150,24 @@ class Worker(NamedTuple):
             answer = self.process.stdout.readline()
         if not answer:
             raise SystemExit(f"the process of {self.name} ended with status {self.process.wait()}")
-        return float(answer)
+        us, total = map(float, answer.split())
+        return us, total
 
 
 def compare(workers: Sequence[Worker], i: int, rounds: int) -> dict[str, list[float]]:
     """The median µs of problem i in each process, by the checkout's name."""
     times: dict[int, list[float]] = {n: [] for n in range(len(workers))}
-    for worker in workers:
-        worker.time(i)  # compiles, and warms up
+    totals = [worker.time(i)[1] for worker in workers]  # compiles, and warms up
+    if not max(totals) <= 1.01 * min(totals):
+        found = ", ".join(f"{worker.name} {total:g}" for worker, total in zip(workers, totals, strict=True))
+        print(f"the results differ: sums of the absolute values are {found}", file=sys.stderr)
     for turn in range(rounds):
         for n in (*range(turn % len(workers), len(workers)), *range(turn % len(workers))):
-            times[n].append(workers[n].time(i))
-    found: dict[str, list[float]] = {}
+            times[n].append(workers[n].time(i)[0])
+    medians: dict[str, list[float]] = {}
     for n, worker in enumerate(workers):
-        found.setdefault(worker.name, []).append(statistics.median(times[n]))
-    return found
+        medians.setdefault(worker.name, []).append(statistics.median(times[n]))
+    return medians
 
 
 def line_of(shape: str, found: dict[str, list[float]]) -> str:
@@ -187,6 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trees = {name: Path(folder).resolve() for name, _, folder in named if name and folder}
     if len(trees) < len(named):
         parser.error("each checkout must be NAME=FOLDER, and each name occur once")
+    if min(given["rounds"], given["processes"]) < 1:
+        parser.error("--rounds and --processes must be at least 1")
     if given["backward"] and given["page_size"]:
         parser.error("--backward does not support --page-size")
     if missing := [str(tree) for tree in trees.values() if not (tree / "sandbox").is_dir()]:

@@ -36,7 +36,9 @@ def test_other_calls(more: list[str], capfd: pytest.CaptureFixture[str]) -> None
 def test_a_process_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="the process of here ended with status 1"):
         compare_speed.main([f"here={ROOT}", "--shape", "1,2,16", *SMALL])
-    assert "shape '1,2,16' must be" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"{ROOT}: shape '1,2,16' must be" in said
+    assert "Traceback" not in said
 
 
 def test_a_folder_without_a_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +54,7 @@ def test_a_folder_without_a_checkout(tmp_path: Path, capfd: pytest.CaptureFixtur
         (["a="], "each checkout must be NAME=FOLDER"),
         ([f"a={ROOT}", f"a={ROOT}"], "each name occur once"),
         ([f"a={ROOT}", "--backward", "--page-size", "16"], "--backward does not support --page-size"),
+        ([f"a={ROOT}", "--rounds", "0"], "--rounds and --processes must be at least 1"),
     ],
 )
 def test_arguments_that_make_no_sense(trees: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +69,15 @@ def test_a_process_that_has_already_ended() -> None:
     with pytest.raises(SystemExit, match="the process of gone ended with status 1"):
         worker.time(0)
     worker.process.communicate()
+
+
+def test_other_results(capfd: pytest.CaptureFixture[str]) -> None:
+    class Answers(compare_speed.Worker):
+        def time(self, i: int) -> tuple[float, float]:
+            return 10.0, {"a": 1.0, "b": 1.02}[self.name]
+
+    assert compare_speed.compare([Answers("a", None), Answers("b", None)], 0, 1) == {"a": [10.0], "b": [10.0]}
+    assert "the results differ: sums of the absolute values are a 1, b 1.02" in capfd.readouterr().err
 
 
 def test_lines() -> None:
