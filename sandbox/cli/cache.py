@@ -45,7 +45,9 @@ def _age(made: float) -> str:
 @cache_.command("clear")
 @json_option
 def cache_clear(as_json: bool) -> None:
-    """Remove all compiled objects. Tuned tiles (folder `tuned` of the cache folder) are kept."""
+    """Remove all compiled objects. Tuned tiles (folder `tuned` of the cache folder) are kept, and the headers of score
+    expressions that were used in the last ten minutes.
+    """
     removed = disk_cache.clear()
     if as_json:
         print_json({"directory": disk_cache.directory(), "removed": removed})

@@ -739,6 +739,33 @@ def test_a_crashing_kernel_does_not_stop_the_others(project_copy: Path) -> None:
     assert re.search(r"^fwd_far: \d+ ok, \d+ wrong or failed \(", done.stdout, re.MULTILINE)
 
 
+def test_a_dtype_that_the_kernel_of_an_operation_does_not_support() -> None:
+    """It is not replaced by another one."""
+    shape = registry.get("append_kv_e4m3").operation.example
+    done = call("run", "append_kv_e4m3", "--shape", shape, "--dtype", "float8_e5m2", "--backend", "cpu", "--json")
+    assert done.exit_code == 2
+    (row,) = json.loads(done.stdout)
+    assert "dtype float8_e5m2 is not supported" in row["message"]
+
+
+def test_wide_keys_are_latent() -> None:
+    """No other kernel supports D > 256."""
+    rows = parsed("list", "--shape", "B1 H16/1 S1x256 D576/512", "--arch", "sm_90a")
+    assert [row["kernel"] for row in rows if row["chosen"]] == ["fwd_latent_wgmma"]
+
+
+def test_a_kernel_that_does_not_end(project_copy: Path) -> None:
+    """The time limit ends its process, and the command continues."""
+    new_kernel(project_copy, "fwd_endless")
+    edit(project_copy, "fwd_endless", RETURN, f"{RETURN} for (volatile int i = 0; i < 1;) {{}}")
+    options = ("--shape", "1,1,70,32", "--backend", "cpu", "--timeout", "8", "--json")
+    done = in_project(project_copy, "sandbox", "run", "fwd_endless", "fwd_minimal", *options)
+    assert done.returncode == 1
+    endless, minimal = json.loads(done.stdout)
+    assert endless["message"] == "its process ended: did not finish within 8 s, while running it"
+    assert minimal["ok"]
+
+
 def test_compile_errors_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one run and for one variant, until the source changes."""
     kernel = dataclasses.replace(registry.get("fwd_minimal"), source=tmp_path / "fwd_minimal.cu")
