@@ -118,11 +118,14 @@ def keys(first: int, last: int) -> str:
 
 
 def hidden_keys_have_weight(w: Weights) -> Cause | None:
-    """Keys that the mask hides have a weight."""
+    """Keys that the mask hides have a weight. If they are not in l, the weights may also be those of other keys or
+    rows."""
     read = ~w.seen & (w.got > _SMALLEST * w.got.max(axis=1, keepdims=True))
     some = read.any(axis=1)
     if not some.any():
         return None
+    if w.lse_correct and (moved := values_of_other_keys(w) or rows_of_others(w)):
+        return moved
     row = int(np.nonzero(some)[0][0])
     if (read.sum(axis=1)[some] == 1).mean() > _MOST and (read & np.roll(w.seen, 1, axis=1))[some].any(1).mean() > _MOST:
         return Cause("each row sees one key too many, the one after its last", MASK)
@@ -245,7 +248,7 @@ def rows_of_others(w: Weights) -> Cause | None:
     """A row has the weights of another row."""
     from_row, own = matches(w.got, w.expected), np.arange(len(w.got))
     wrong = ~w.correct
-    if not w.seen.all() or ((from_row < 0) | (from_row == own))[wrong].mean() > 1 - _MOST:
+    if not (w.seen.all() or w.lse_correct) or ((from_row < 0) | (from_row == own))[wrong].mean() > 1 - _MOST:
         return None
     i = int(np.nonzero(wrong & (from_row >= 0) & (from_row != own))[0][0])
     same = np.mean(abs(w.lse - w.expected_lse[from_row])[wrong] < 0.01) > _MOST
@@ -254,7 +257,7 @@ def rows_of_others(w: Weights) -> Cause | None:
         if same
         else ("LSE is that of its own row: O is stored at the wrong row")
     )
-    return Cause(f"row {i} has the result of row {from_row[i]}; {where}", ROWS)
+    return Cause(f"row {i} has the result of row {from_row[i]}; {where}", ROWS if same else STORE)
 
 
 def not_rescaled(w: Weights) -> Cause | None:
@@ -497,6 +500,7 @@ KEYS = r"K_smem|KPipeline::(wait|tile_at|load)|k_major"
 QK = r"mma_QK|k_step|\bq \*|mma_ABt|k_major"
 SCALE = r"exponent|scale|unit|LOG2E"
 ROWS = r"O\.row|query_row|row0|first_row|2 \* half|8 \* half"
+STORE = r"O\.row|store"
 LSE = r"\bLSE\["
 
 CAUSES: tuple[Callable[[Weights], Cause | None], ...] = (

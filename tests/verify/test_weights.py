@@ -181,6 +181,17 @@ def test_hidden_keys(seen: Array, expected: str) -> None:
     assert found is None or found.lines == weights.MASK
 
 
+def test_hidden_keys_that_are_those_of_other_rows_or_keys() -> None:
+    """LSE is correct, so that the mask is."""
+    w = sample(causal=True)
+    for axis, expected in ((0, "row 0 has the result of row 1; LSE is that of its own row: O is stored at the wrong"),
+                           (1, "P of key 0 multiplies the value of key 1: the order of keys in P and V differs")):  # fmt: skip
+        moved = in_order(w, np.arange(w.expected.shape[axis]) ^ 1, axis)
+        assert said(weights.hidden_keys_have_weight(moved)).startswith(expected)
+        wrong = said(weights.hidden_keys_have_weight(moved._replace(lse=w.lse + 0.02)))
+        assert "too many" in wrong or "the mask is not applied" in wrong
+
+
 def test_hidden_keys_beyond_the_diagonal() -> None:
     seen = KEY // 16 <= DIAGONAL // 16 + 1
     found = weights.hidden_keys_have_weight(with_hidden(sample(causal=True, tile=16), seen))
@@ -363,11 +374,12 @@ def test_wrong_rows_are_those_of_other_rows(others: int, named: bool) -> None:
     found = weights.rows_of_others(w)
     own = "LSE is that of its own row: O is stored at the wrong row"
     assert said(found) == (f"row 5 has the result of row 21; {own}" if named else "")
-    assert not found or found.lines == weights.ROWS
+    assert not found or found.lines == weights.STORE
     found = weights.rows_of_others(w._replace(lse=w.lse[order]))
     both = "O and LSE are both of that row: Q is loaded, or results are stored, at the wrong row"
     assert said(found) == (f"row 5 has the result of row 21; {both}" if named else "")
-    assert weights.rows_of_others(w._replace(seen=ALL_BUT_ONE)) is None
+    assert not found or found.lines == weights.ROWS
+    assert weights.rows_of_others(w._replace(seen=ALL_BUT_ONE, lse=w.lse + 0.02)) is None
 
 
 # ---- factors of weights
