@@ -84,8 +84,8 @@ extern "C" void sandbox_bulk_wait() {
     current->write_read_stores(&self());
 }
 
-// Switches to other fibers, in a thread that polls for another block. The first time in a wait it may have made progress
-// before.
+// Switches to other fibers, in a thread that polls for another block. The first time in a wait it may have made
+// progress before.
 extern "C" void sandbox_yield(Site site, bool again) {
     current->yielded += again;
     self().site = site;
