@@ -51,7 +51,7 @@ SETTING = {"device": "a GPU", "ceiling_tflops": 600.0, "ceiling_gbps": 4000.0, "
 
 def rows_of(name: str, shape: str, contenders: Sequence[Any] | None = None) -> list[Row]:
     kernel = registry.get(name)
-    problem = suite_of(kernel).problem(kernel, shape, "float16")
+    problem = suite_of(kernel).problem(kernel, shape, "")
     found = contenders or operations.contenders_of([kernel], (), None)
     limits = Limits(rounds=3, warmup=1)
     return operations.time_contenders(kernel, found, limits, problem, Counting(), SETTING, device="cpu")
