@@ -118,14 +118,11 @@ def keys(first: int, last: int) -> str:
 
 
 def hidden_keys_have_weight(w: Weights) -> Cause | None:
-    """Keys that the mask hides have a weight. If they are not in l, the weights may also be those of other keys or
-    rows."""
+    """Keys that the mask hides have a weight."""
     read = ~w.seen & (w.got > _SMALLEST * w.got.max(axis=1, keepdims=True))
     some = read.any(axis=1)
     if not some.any():
         return None
-    if w.lse_correct and (moved := values_of_other_keys(w) or rows_of_others(w)):
-        return moved
     row = int(np.nonzero(some)[0][0])
     if (read.sum(axis=1)[some] == 1).mean() > _MOST and (read & np.roll(w.seen, 1, axis=1))[some].any(1).mean() > _MOST:
         return Cause("each row sees one key too many, the one after its last", MASK)
@@ -504,10 +501,10 @@ STORE = r"O\.row|store"
 LSE = r"\bLSE\["
 
 CAUSES: tuple[Callable[[Weights], Cause | None], ...] = (
-    hidden_keys_have_weight,
     moved_keys,
-    values_of_other_keys,
+    values_of_other_keys,  # also of hidden keys, if LSE is correct
     rows_of_others,
+    hidden_keys_have_weight,
     missing_keys,
     factor_of_a_row,
     wrong_scores,

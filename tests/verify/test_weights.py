@@ -190,8 +190,8 @@ def test_hidden_keys_that_are_those_of_other_rows_or_keys(axis: int, expected: s
     """LSE is correct, so that the mask is."""
     w = sample(causal=True)
     moved = in_order(w, np.arange(w.expected.shape[axis]) ^ 1, axis)
-    assert said(weights.hidden_keys_have_weight(moved)) == expected
-    wrong = said(weights.hidden_keys_have_weight(moved._replace(lse=w.lse + 0.02)))
+    assert said(weights.cause_of(moved)) == expected
+    wrong = said(weights.cause_of(moved._replace(lse=w.lse + 0.02)))
     assert "too many" in wrong or "the mask is not applied" in wrong
 
 
