@@ -111,7 +111,7 @@ struct List {
 struct Fiber : Thread {
     Context context;
     State state;
-    Site site;  // of the barrier, collective or wait for another block in which it is
+    Site site;  // of the barrier, collective or other block's counter for which it waits
     Collective what;
     unsigned mask;   // of the collective
     uint64_t value;  // its input to the collective
@@ -221,10 +221,11 @@ struct StoreOrder {
         unsigned count;
     };
 
+    void change(int more_running) { running += more_running, ++changes, settled = 0; }  // with the lock
     void count(int more, int more_threads = 0) {
         pthread_mutex_lock(&lock);
-        running += more, threads += more_threads;
-        ++changes, settled = 0;
+        threads += more_threads;
+        change(more);
         pthread_cond_broadcast(&changed);
         pthread_mutex_unlock(&lock);
     }
@@ -246,11 +247,12 @@ struct StoreOrder {
     void wait() {
         if (TSAN) return;  // the lock would order blocks that the kernel does not order
         pthread_mutex_lock(&lock);
-        --running, ++changes, settled = 0;
+        change(-1);
         const unsigned place = ++in_flight;
         pthread_cond_broadcast(&changed);
         while (running || in_flight != place) pthread_cond_wait(&changed, &lock);
-        --in_flight, ++running, ++changes, settled = 0;
+        --in_flight;
+        change(1);
         pthread_mutex_unlock(&lock);
     }
 };

@@ -13,7 +13,7 @@ from sandbox.core.errors import LaunchError
 
 pytestmark = pytest.mark.parametrize("device", [("cpu", 0)])
 DEFINES = {"DTYPE_float32": 1, "HEAD_DIM": 8, "CAUSAL": 0}
-# Block i waits for the counter WAITS_FOR, and then counts at i.
+# Block i waits for the counter WAITS_FOR, and then increments counter i.
 WAITING = """
 #include "hopper.cuh"
 extern "C" __global__ void waiting(unsigned* counters, int blocks) {
@@ -25,7 +25,7 @@ extern "C" __global__ void waiting(unsigned* counters, int blocks) {
 }
 """
 
-# Two blocks take turns: each counts at the other one after each of its own turns.
+# Two blocks take turns: after each of its turns, a block increments the counter of the other one.
 TURNS = """
 #include "hopper.cuh"
 extern "C" __global__ void turns(unsigned* counters) {
@@ -63,8 +63,7 @@ def run(run_cuda: Callable[..., None], waits_for: str, blocks: int) -> np.ndarra
 @pytest.mark.parametrize("waits_for", ["i-1", "i+1", "i/2*2-1"])
 @pytest.mark.parametrize("workers", [1, 2, 12])
 def test_chains(waits_for: str, workers: int, run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block has one after the other, also those that begin before the block for which they wait. That needs an OS
-    thread for each."""
+    """Each block waits for another one. If that one starts later, each block needs an OS thread, or it is a deadlock."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", str(workers))
     blocks = 12 if waits_for == "i+1" else 200
     if waits_for == "i+1" and workers < blocks:
@@ -79,7 +78,7 @@ def test_chains(waits_for: str, workers: int, run_cuda: Callable[..., None], mon
 def test_blocks_that_wait_for_each_other(
     workers: int, run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other blocks end before."""
+    """Two blocks; the other four end."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", str(workers))
     line = WAITING.splitlines().index("        counter_wait(counters + waits_for, 1);") + 1
     with pytest.raises(LaunchError) as raised:
@@ -90,7 +89,7 @@ def test_blocks_that_wait_for_each_other(
     assert "threads 1..31 wait at __syncthreads()" in said
 
 
-def test_a_counter_that_nobody_increments(run_cuda: Callable[..., None]) -> None:
+def test_a_counter_that_no_block_increments(run_cuda: Callable[..., None]) -> None:
     with pytest.raises(LaunchError, match=r"deadlock: the 1 block that runs waits for others, in block \(3,0,0\)"):
         run(run_cuda, "i==3?3:-1", 6)
 
@@ -108,7 +107,7 @@ def test_blocks_that_take_turns_are_no_deadlock(run_cuda: Callable[..., None], m
 def test_a_block_that_stores_after_it_has_waited(
     blocks: int, run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same step: then it no longer waits for others while its store waits for them."""
+    """Its wait ends and its bulk store begins in one step of the scheduler: the launch ends."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", "2")
     for _ in range(20):
         counters, out = np.zeros(blocks, np.uint32), np.zeros((blocks, 4), np.float32)
