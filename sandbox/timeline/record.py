@@ -125,7 +125,7 @@ def record(
     rate = gpu.clock_rate() if gpu else None
     tracks = tuple(_tracks([*buffers.read()], names, rate))
     if chosen and not tracks:
-        raise UnsupportedProblem(f"{numbered(chosen)}: no marks, as no work was assigned")
+        raise UnsupportedProblem(no_marks(chosen))
     return Timeline(
         kernel.name, problem, tile, gpu.name if gpu else "the CPU backend", "cycles" if gpu else "marks", rate, tracks,
         math.prod(grid), (_mean(plain), _mean(recorded)) if gpu else None, same,
@@ -171,9 +171,9 @@ def _blocks(count: int, wanted: Sequence[int] | None) -> list[int]:
     return sorted({*wanted})
 
 
-def numbered(blocks: Sequence[int]) -> str:
-    """ "block 24", or "blocks 0, 24"."""
-    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}"
+def no_marks(blocks: Sequence[int]) -> str:
+    """What is said of blocks without work."""
+    return f"block{'s' if len(blocks) > 1 else ''} {', '.join(map(str, blocks))}: no marks, as no work was assigned"
 
 
 def _since(clock: int, earlier: int) -> int:

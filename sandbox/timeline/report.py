@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..verify.report import si_time, table
-from .record import Step, Timeline, Track, numbered
+from .record import Step, Timeline, Track, no_marks
 
 _WAITS = 5
 ORDER_ONLY = "a tick is one mark of the block: the CPU backend shows the order of the threads, not time"
@@ -92,7 +92,7 @@ def remarks(timeline: Timeline) -> Sequence[str]:
     else:
         notes.append(ORDER_ONLY)
     if timeline.without_marks:
-        notes.append(f"{numbered(timeline.without_marks)}: no marks, as no work was assigned")
+        notes.append(no_marks(timeline.without_marks))
     if timeline.lost:
         notes.append(f"{timeline.lost} marks were overwritten and are not shown: use a smaller problem")
     if timeline.same is False:
