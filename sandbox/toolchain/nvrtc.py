@@ -122,8 +122,8 @@ def compile(
     _keep(key, source, arch, cubin, ptx)
     resources = parse_resources(text, entry, source)
     with _reading(source):
-        unchanged = fingerprint == sources.fingerprint(source, folders)
-    if fingerprint and unchanged:  # not if the source was edited during the compilation
+        unchanged = bool(fingerprint) and fingerprint == sources.fingerprint(source, folders)
+    if unchanged:  # not if the source was edited during the compilation
         meta = {"name": f"{source.stem} {arch}", "log": text, "seconds": seconds}
         cache.put(key, {"cubin": cubin, "ptx": ptx.encode()}, meta)
     return Compiled(entry, arch, cubin, ptx, text, resources, flags, seconds, False)

@@ -25,10 +25,10 @@ def folders(problem: Problem) -> tuple[Path, ...]:
         return ()
     folder = cache.snippets() / f"{digest(problem.score):012x}"
     file, content = folder / HEADER, header(problem.score).encode()
-    if not file.exists() or file.read_bytes() != content:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic.replace(file, content)  # another process may compile it
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.utime(folder)  # in use: cache.clear keeps it
+    if not file.exists() or file.read_bytes() != content:
+        atomic.replace(file, content)  # another process may compile it
     return (folder,)
 
 
