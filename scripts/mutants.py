@@ -45,7 +45,7 @@ from sandbox.core import jsonl
 
 GROUPS = ("host", "kernels")
 TIERS = {"test": {}, "all": {"SANDBOX_SAMPLE": "all", "SANDBOX_MAGNITUDES": "all"}}
-WRITTEN_TIMEOUT = 60.0  # seconds of a test that a written mutation names; blocks that wait for each other never end
+WRITTEN_TIMEOUT = 60.0  # seconds of a test that a written mutation names; a mutated kernel may never end
 # Mutations of these files affect cache keys, so their tests run with an empty cache.
 _KEYS = ("sandbox/cpu/build.py", "sandbox/cpu/compiler.py", "sandbox/toolchain/")
 _GONE = re.compile(r"^ERROR: not found: .*?/(tests/.*)$", re.MULTILINE)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,15 @@ KEY_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn, "f
 
 def float8(given: argparse.Namespace) -> Iterator[str]:
     """Decoding over float8 keys beside bfloat16 keys; speed relative to the latter."""
+    stopwatch, setting = _setting()
     for shape in DECODING:
         for size, of_equal_length in ((0, True), *((n, equal) for n in (16, 64, 256) for equal in (True, False))):
-            calls = {name: _setting()[0].ready(_decoding(shape, size, of_equal_length, name)) for name in KEY_DTYPES}
-            samples = measure(calls, _setting()[0], Limits(seconds=given.seconds, rounds=20))
+            calls = {name: stopwatch.ready(_decoding(shape, size, of_equal_length, name)) for name in KEY_DTYPES}
+            samples = measure(calls, stopwatch, Limits(seconds=given.seconds, rounds=20))
             us = {name: round(1e6 * Timing.of(found).median, 1) for name, found in samples.items()}
             ratios = ", ".join(f"{name} {us['bfloat16'] / t:.3f}" for name, t in us.items() if name != "bfloat16")
             keys = f"page {size}, {'equal' if of_equal_length else 'random'} lengths" if size else "contiguous"
-            row = {"shape": shape, "keys": keys, "us": us, **_setting()[1]}
+            row = {"shape": shape, "keys": keys, "us": us, **setting}
             jsonl.append(given.rows.with_name("float8.jsonl"), row)
             yield f"{ratios}: {', '.join(f'{t:.1f}' for t in us.values())} us  {shape} {keys}"
 
@@ -169,12 +171,10 @@ def tiles(given: argparse.Namespace) -> Iterator[str]:
             bf16 = min(timed(p, given).values(), default=float("nan"))
             fitting = [t for t in chosen if 16 * (1 + (Sq * H // Hk > 16)) == t.BLOCK_M]
             found = timed(replace(p, kv_dtype="float8_e4m3"), given, ["fwd_decode"], tiles=fitting)
-            listed = ", ".join(f"{name.partition(' ')[2]} {t:.1f}" for name, t in sorted(found.items(), key=_second))
+            listed = ", ".join(
+                f"{name.partition(' ')[2]} {t:.1f}" for name, t in sorted(found.items(), key=itemgetter(1))
+            )
             yield f"bfloat16 {bf16:.1f} us; {listed}  {(B, H, Hk, Sq, Sk, D)} page {size}"
-
-
-def _second(pair: tuple[str, float]) -> float:
-    return pair[1]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
