@@ -63,7 +63,8 @@ def run(run_cuda: Callable[..., None], waits_for: str, blocks: int) -> np.ndarra
 @pytest.mark.parametrize("waits_for", ["i-1", "i+1", "i/2*2-1"])
 @pytest.mark.parametrize("workers", [1, 2, 12])
 def test_chains(waits_for: str, workers: int, run_cuda: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block waits for another one. If that one starts later, each block needs an OS thread, or it is a deadlock."""
+    """Each block waits for another one. If that one starts later, each block needs an OS thread: with fewer, it is a
+    deadlock."""
     monkeypatch.setenv("SANDBOX_CPU_WORKERS", str(workers))
     blocks = 12 if waits_for == "i+1" else 200
     if waits_for == "i+1" and workers < blocks:
