@@ -194,7 +194,7 @@ def test_what_lies_between_two_events(kind: type, ms: float, launches: int) -> N
     torch = FakeTorch(ms)
     stopwatch = kind.__new__(kind)
     stopwatch._torch = torch
-    stopwatch._scratch = SimpleNamespace(zero_=partial(torch.log.append, "flush"))
+    stopwatch._scratch = SimpleNamespace(amax=partial(torch.log.append, "flush"))
     timed = [stopwatch.ready(partial(torch.log.append, "launch")) for _ in range(2)]
     assert [each.launches for each in timed] == [launches] * 2
     del torch.log[:]
