@@ -26,7 +26,7 @@
 // float8: a tile of the same size in bytes has twice as many keys (mma_operands.cuh).
 //
 // Measurements: experiments/020_decode.
-#include "mma_operands.cuh"
+#include "queries_as_halves.cuh"
 #include "non_finite.cuh"
 #include "softmax_mma.cuh"
 #include "combine.cuh"
@@ -52,6 +52,8 @@ constexpr unsigned SUMS_AT = BLOCK_M * QTile::ROW, RINGS_AT = SUMS_AT + WARPS * 
 // Groups of four columns of O that a block of a cluster combines.
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
 constexpr unsigned DSMEM_BYTES = CLUSTER == 1 ? 0 : CLUSTER * BLOCK_M * (16 * RANK_QUADS + 8);
+// In pages, adjacent rows may be of different heads: a 128-byte line then has rows of blocks that run at the same time.
+constexpr bool SHARED_LINES = PAGE_SIZE > 0 && (HEAD_DIM * KEY_BYTES < 128 || HEAD_DIM_V * KEY_BYTES < 128);
 static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile consists of whole MMA steps");
 // Keys of a tile that have one address: those in the same page, or each for itself. Without pages: all.
 constexpr int ADDRESSED = PAGE_SIZE % BLOCK_N == 0 ? BLOCK_N : PAGE_SIZE % 16 == 0 ? 16 : 1;
@@ -75,7 +77,8 @@ __device__ __forceinline__ void load_rows(SmemAddr tile, const View<const T>& te
 #pragma unroll
     for (unsigned i = 0; i < (ADDRESSED + STEP - 1) / STEP; ++i, from += STEP * tensor.stride_s)
         if (ADDRESSED % STEP == 0 || row0 + i * STEP < ADDRESSED)
-            cp_async_16(tile + TileRows::at(row0 + i * STEP, chunk), from, static_cast<int>(i * STEP) < rows);
+            cp_async_16<SHARED_LINES>(tile + TileRows::at(row0 + i * STEP, chunk), from,
+                                      static_cast<int>(i * STEP) < rows);
 }
 
 // The same for a tile of BLOCK_N rows; `address` is that of the key of this lane.
@@ -88,11 +91,12 @@ __device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<con
         const unsigned row = (lane + 32 * i) / TileRows::CHUNKS, chunk = (lane + 32 * i) % TileRows::CHUNKS;
         const unsigned long long from = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(own), row);
         if (row < BLOCK_N)
-            cp_async_16(tile + TileRows::at(row, chunk), reinterpret_cast<const T*>(from) + chunk * CHUNK,
-                        static_cast<int>(row) < valid_rows && chunk * CHUNK < WIDTH);
+            cp_async_16<SHARED_LINES>(tile + TileRows::at(row, chunk), reinterpret_cast<const T*>(from) + chunk * CHUNK,
+                                      static_cast<int>(row) < valid_rows && chunk * CHUNK < WIDTH);
     }
 }
 
+using QueryFactors = RowFactors<M_TILES, WARPS, QTile>;
 using LaneOffsets = ForwardOffsets<QOffsets<Q_COLUMNS>, FragmentOffsets<K_COLUMNS>, FragmentOffsets<V_COLUMNS>>;
 
 // A warp's pipeline of STAGES stages of K and V.
@@ -205,7 +209,7 @@ __device__ __forceinline__ void wait_for_long_sequences() {
 // The key tile from n0, in `stage`.
 __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& seqlen, int row0, int kv_head, int group,
                                              int n0, bool masked, SmemAddr Q_smem, SmemAddr stage,
-                                             const LaneOffsets& offsets) {
+                                             const LaneOffsets& offsets, const QueryFactors& factors) {
     float S[M_TILES][BLOCK_N / 8][4] = {};
     TIMELINE(QK);
 #pragma unroll
@@ -213,8 +217,9 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
         unsigned Q[M_TILES][Q_REGISTERS];
 #pragma unroll
         for (int mt = 0; mt < M_TILES; ++mt) offsets.Q.load(Q[mt], Q_smem, 16 * mt, step);
-        mma_ABt_step(S, Q, stage, 0, step, offsets.K, MmaQK());
+        mma_ABt_step(S, Q, stage, 0, step, offsets.K, MmaDecodeQK());
     }
+    factors.apply(S);
     unsigned P[M_TILES][BLOCK_N / 16][4];
     TIMELINE(softmax);
     online_softmax(P, S, state, seqlen, row0, kv_head, group, n0, masked);
@@ -272,13 +277,15 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
     char* const ring = smem + RINGS_AT + warp * RING;
     KeyPipeline pipeline(K, V, seqlen, kv_head, end, lane, smem_address(ring));
     TIMELINE(load_Q);
+    pipeline.update_address(first);  // first: the page number arrives while Q is being loaded
     load_Q(Q_smem, Q, seqlen, kv_head, group, row0, rows_end);
-    pipeline.update_address(first);
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(first + stage * WARPS);
     TIMELINE(wait_Q);
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // Q is complete
+    float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
+    const QueryFactors factors(smem, sums, warp, lane);
 
     const LaneOffsets offsets(lane);
     Softmax state;
@@ -291,12 +298,12 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
         cp_async_wait<STAGES - 1>();
         __syncwarp();  // all lanes' loads of tile j are complete
         const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
-        process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, pipeline.read_stage, offsets);
+        process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, pipeline.read_stage, offsets,
+                     factors);
         __syncwarp();  // all lanes have read the stage before it is loaded again
     }
     cp_async_wait<0>();
 
-    float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
     float* const O_warp = reinterpret_cast<float*>(ring);
     if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
         store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,

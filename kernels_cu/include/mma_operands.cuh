@@ -2,7 +2,8 @@
 //
 //   16 bits                      m16n8k16
 //   float8                       S: m16n8k32; O: fp16, to which V is converted (exact) and P is rounded
-//   Q 16 bits, K and V float8    S: m16n8k16 of Q's dtype, to which K is converted (exact); O as with float8
+//   Q 16 bits, K and V float8    S: m16n8k16 of Q's dtype, to which K is converted (exact), or of halves, to which
+//                                both are converted (queries_as_halves.cuh); O as with float8
 //
 // K and V are converted after the load from shared memory. The order in which S sums over columns is arbitrary: a
 // register of float8 K has columns 4q .. 4q + 3, which take the places 2q, 2q + 1, 2q + 8 and 2q + 9 of the MMA, in K
@@ -24,13 +25,15 @@ struct MmaQK {
     }
 };
 #elif FLOAT8_KEYS
-struct MmaQK {
-    // Four columns of K in one register as two registers of Q's dtype.
+// HALVES: Q consists of halves, whatever its dtype is (queries_as_halves.cuh).
+template <bool HALVES = false>
+struct MmaFloat8Keys {
+    // Four columns of K in one register as two registers of Q's elements.
     static __device__ __forceinline__ void convert(unsigned K, unsigned (&pairs)[2]) {
         bytes_as_halves<dtype_k>(K, pairs);
 #if defined(DTYPE_bfloat16)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < (HALVES ? 0 : 2); ++i) {
             const float2 x = halves_as_floats(pairs[i]);
             pairs[i] = pack(x.x, x.y);
         }
@@ -40,11 +43,16 @@ struct MmaQK {
         const unsigned low[4] = {Q[0], Q[1], Q[2], Q[3]}, high[4] = {Q[4], Q[5], Q[6], Q[7]};
         unsigned pairs[2];
         convert(k0, pairs);
-        mma_m16n8k16(S, low, pairs[0], pairs[1]);
+        mma(S, low, pairs);
         convert(k1, pairs);
-        mma_m16n8k16(S, high, pairs[0], pairs[1]);
+        mma(S, high, pairs);
+    }
+    static __device__ __forceinline__ void mma(float (&S)[4], const unsigned (&Q)[4], const unsigned (&K)[2]) {
+        if (HALVES) mma_m16n8k16_halves(S, Q, K[0], K[1]);
+        else mma_m16n8k16(S, Q, K[0], K[1]);
     }
 };
+using MmaQK = MmaFloat8Keys<>;
 #else
 using MmaQK = Mma16Bit;
 #endif

@@ -154,8 +154,15 @@ __device__ __forceinline__ float tanh_approx(float x) {
 
 // Copies 16 bytes from global to shared memory asynchronously; writes zeros if `valid` is false. The data is visible to
 // this thread after cp_async_wait, to others after a subsequent barrier.
+// WHOLE_LINE: L2 reads the whole 128-byte line of `from` from memory.
+template <bool WHOLE_LINE = false>
 __device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    if (WHOLE_LINE)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                     : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                     : "memory");
 }
 
 // The same for four bytes.

@@ -268,3 +268,29 @@ def test_rotate_overflows_only_if_the_result_does(dtype: str) -> None:
         expected = float((q.double() @ matrix)[0, 0])
         assert float(rotated[0, 0]) == pytest.approx(expected, rel=torch.finfo(kind).eps, abs=0)
         assert abs(rotated[0, 1:].double()).max() < most / 1000
+
+
+@pytest.mark.parametrize("of_k", [E4M3, E5M2])
+def test_queries_of_any_magnitude_over_float8_keys(of_k: torch.dtype) -> None:
+    """bfloat16 queries become halves times a power of two, row by row: the bits do not depend on that power."""
+    (q, k, v), exponents = tensors(torch.bfloat16, of_k, of_k), (-18, -14, -1, 14, 15, 16, 30, 60)
+    given = {"kernel": "fwd_decode", "descale": (1.0, 1.0, 1.0)}
+    first = sandbox.attention(q, k, v, scale=0.25, **given)
+    check(first, q, k, v, scale=0.25)
+    for n in exponents:
+        assert torch.equal(sandbox.attention(q * 2.0**n, k, v, scale=0.25 * 2.0**-n, **given), first)
+    other = q.clone()
+    for row, n in enumerate(exponents):  # rows of different magnitude in one tile, also of zeros and without a limit
+        other[:, :, row] *= 2.0**n
+    other[:, :, 20], other[:, :, 21, 0] = 0.0, torch.inf
+    out = sandbox.attention(other, k, v, scale=0.25, **given)
+    assert not out[:, :, 21].isfinite().any()
+    finite = [row for row in range(other.shape[2]) if row != 21]
+    check(out[:, :, finite], other[:, :, finite], k, v, scale=0.25)
+
+
+def test_queries_with_small_and_large_elements_over_float8_keys() -> None:
+    """Elements of 2^-30 of the largest one in the row count if the latter meets zeros."""
+    q, k, v = tensors(torch.bfloat16, E4M3, E4M3)
+    q[..., 0], k[..., 0] = 2.0**30, 0.0
+    check(sandbox.attention(q, k, v, kernel="fwd_decode", descale=(1.0, 1.0, 1.0)), q, k, v)

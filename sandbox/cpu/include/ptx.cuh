@@ -116,6 +116,7 @@ inline float tanh_approx(float x) {  // exact, then rounded to 11 bits, the prec
 }
 
 // Inlined, so that the return address that the deferred copy records is in the caller.
+template <bool WHOLE_LINE = false>
 __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid, SANDBOX_SITE) {
     if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from)) % 16) {
         cpu::sandbox_trap("cp.async of 16 bytes between addresses that are not multiples of 16", site);

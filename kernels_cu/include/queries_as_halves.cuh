@@ -1,0 +1,69 @@
+// bfloat16 queries over float8 keys become halves: then two elements of a key take one conversion instead of four.
+//
+// Each row is multiplied by a power of two, so that its largest element is in [2^14, 2^15). Elements of at least 2^-31
+// of the largest are exact; the error of the others is at most 2^-40 of it. Scores are multiplied by the reciprocal.
+#pragma once
+#include "mma_operands.cuh"
+
+#if FLOAT8_KEYS && defined(DTYPE_bfloat16)
+using MmaDecodeQK = MmaFloat8Keys<true>;
+
+__device__ __forceinline__ unsigned scaled_halves(unsigned pair, float factor) {
+    return pack_halves(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
+}
+
+// The bits of the larger one of two elements, without its sign.
+__device__ __forceinline__ unsigned magnitude(unsigned pair) {
+    return max(pair & 0x7fffffffu, pair << 16 & 0x7fffffffu);
+}
+
+// Converts a row of CHUNKS times 16 bytes in shared memory, by one warp. Returns the reciprocal of the row's factor.
+template <unsigned CHUNKS>
+__device__ __forceinline__ float row_as_halves(uint4* row, unsigned lane) {
+    static_assert(CHUNKS <= 32, "one per lane");
+    const uint4 x = lane < CHUNKS ? row[lane] : make_uint4(0, 0, 0, 0);
+    const unsigned largest = max(max(magnitude(x.x), magnitude(x.y)), max(magnitude(x.z), magnitude(x.w)));
+    // The biased exponent; at least 15, so that the reciprocal is normal, and at most 254 with infinite elements.
+    const int exponent = min(max(static_cast<int>(__reduce_max_sync(0xffffffffu, largest) >> 23), 15), 254);
+    const float factor = __int_as_float((268 - exponent) << 23);  // 2^(14 - (exponent - 127))
+    if (lane < CHUNKS)
+        row[lane] = make_uint4(scaled_halves(x.x, factor), scaled_halves(x.y, factor), scaled_halves(x.z, factor),
+                               scaled_halves(x.w, factor));
+    return __int_as_float((exponent - 14) << 23);
+}
+
+// The factors of the scores of a lane's rows.
+template <int M_TILES, int WARPS_, class QTile>
+struct RowFactors {
+    float of[M_TILES][2];
+    // Converts the block's queries in shared memory, by all warps. sums: one per row for each warp, which reads its
+    // factors there before it stores its sums.
+    __device__ __forceinline__ RowFactors(char* Q_smem, float2* sums, unsigned warp, unsigned lane) {
+#pragma unroll 2
+        for (int row = warp; row < 16 * M_TILES; row += WARPS_) {
+            const float factor =
+                row_as_halves<QTile::CHUNKS>(reinterpret_cast<uint4*>(Q_smem + row * QTile::ROW), lane);
+            if (lane < WARPS_) sums[lane * 16 * M_TILES + row].x = factor;
+        }
+        __syncthreads();  // all rows are converted
+#pragma unroll
+        for (int i = 0; i < 2 * M_TILES; ++i) of[i / 2][i % 2] = sums[warp * 16 * M_TILES + 8 * i + lane / 4].x;
+    }
+    template <int N_TILES>
+    __device__ __forceinline__ void apply(float (&S)[M_TILES][N_TILES][4]) const {
+#pragma unroll
+        for (int i = 0; i < M_TILES * N_TILES * 4; ++i)
+            S[i / (4 * N_TILES)][i / 4 % N_TILES][i % 4] *= of[i / (4 * N_TILES)][i / 2 % 2];
+    }
+};
+#else
+using MmaDecodeQK = MmaQK;
+
+// The queries keep their dtype, and the scores need no factors.
+template <int M_TILES, int WARPS_, class QTile>
+struct RowFactors {
+    __device__ __forceinline__ RowFactors(char*, float2*, unsigned, unsigned) {}
+    template <int N_TILES>
+    __device__ __forceinline__ void apply(float (&)[M_TILES][N_TILES][4]) const {}
+};
+#endif
