@@ -1,12 +1,15 @@
 """Spec of `fwd_decode.cu`."""
 
+import math
+
 from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
-DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
+MAX_DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
+ROUNDS_PER_START = 8  # see dynamic_waves
 MAX_CLUSTER_KEYS = 8192  # longest rows for clusters of four
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
@@ -62,6 +65,15 @@ def resident_blocks(p: Problem, t: Tile) -> int:
     return t.BLOCKS * min(fit, cdiv(SM_BYTES_IN_FLIGHT, in_flight))
 
 
+def dynamic_waves(p: Problem, t: Tile, rounds: int) -> int:
+    """Waves of blocks if entries have different lengths. More waves cost a block's start each, and fewer have longer
+    last blocks: the sum is smallest near the square root of the rounds per resident block."""
+    if p.B == 1:
+        return 1
+    rounds_in_turn = rounds * p.B * row_tiles(p, t) * p.Hk / resident_blocks(p, t)
+    return min(max(1, round(math.sqrt(rounds_in_turn / ROUNDS_PER_START))), MAX_DYNAMIC_WAVES)
+
+
 def splits(p: Problem, t: Tile) -> int:
     """Splits: blocks, or clusters, that share the keys of a row tile; with dynamic splits the sum over batch entries.
 
@@ -72,7 +84,8 @@ def splits(p: Problem, t: Tile) -> int:
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     limit = max(1, rounds // (t.STAGES - 1))  # per entry
     if dynamic_splits(p, t):
-        wanted = resident_blocks(p, t) * (DYNAMIC_WAVES if p.B > 1 else 1) // max(tiles, 1)
+        wanted = resident_blocks(p, t) * dynamic_waves(p, t, rounds) // max(tiles, 1)
+        wanted -= wanted % p.B if wanted > p.B else 0  # so that entries of equal length do not need another wave
         return max(1, min(p.B * limit, wanted, MAX_BLOCKS - p.B))
     row_tiles_of_all = tiles * entries(p)
 
@@ -165,13 +178,13 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     blocks for key_lengths up to MAX_CLUSTER_KEYS: two SMs run two clusters, and one reads while the other finishes. No
     cluster if there are three waves or more, then with fewer bytes in flight per warp. Two tiles of 16 rows over float8
     keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys: 1.17 times as fast). Pages of
-    float8 keys: fewer bytes in flight per warp, and for three waves of row tiles or more clusters of two, except where
-    a tile is in two pages (experiment 028).
+    float8 keys: fewer bytes in flight per warp, and for three waves of tiles of 32 rows clusters of two,
+    except where a tile is in two pages (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     many_rows, one_page = queries(p) * p.group > 16, in_pages(p, 32)
-    if pages_of_float8(p) and p.B > 1 and sum(row_bytes(p)) >= 256 and (one_page or not many_rows):
-        return (4, 2, 32) if one_page and tiles >= 3 * SMS else (4, 1, 32)
+    if pages_of_float8(p) and p.B > 1 and (one_page or not many_rows):
+        return (4, 2, 32) if many_rows and tiles >= 3 * SMS else (4, 1, 32)
     if p.kv_dtype and many_rows and one_page and max(p.D, p.Dv) <= 128:
         return 8, 1, 32
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
