@@ -20,10 +20,11 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q; m and l of each warp; each warp's stages of K and V, which O reuses; O, m, l from each block of a cluster."""
+    """Q; m and l of each warp; each warp's stages of K and V, which O reuses; O, m, l from the other blocks of a
+    cluster."""
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
-    dsmem = t.CLUSTER * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8) if t.CLUSTER > 1 else 0
+    dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
     Q, O_smem = t.BLOCK_M * K * p.itemsize // p.key_itemsize, 4 * t.BLOCK_M * (V // p.key_itemsize + 8)
     return Q + t.WARPS * (8 * t.BLOCK_M + max(stages, O_smem)) + dsmem
 
@@ -175,16 +176,16 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest for D + Dv = 256, 16 bits.
 
     A cluster of two if this makes one wave of all row tiles, which needs no combine kernel. Clusters of four small
-    blocks for key_lengths up to MAX_CLUSTER_KEYS: two SMs run two clusters, and one reads while the other finishes. No
+    blocks for key_lengths up to MAX_CLUSTER_KEYS: three run on an SM, and one reads while another one finishes. No
     cluster if there are three waves or more, then with fewer bytes in flight per warp. Two tiles of 16 rows over float8
     keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys: 1.17 times as fast). Pages of
-    float8 keys: fewer bytes in flight per warp, and for three waves of tiles of 32 rows clusters of two,
-    except where a tile is in two pages (experiment 028).
+    float8 keys: fewer bytes in flight per warp, so that three blocks run on an SM, and from three waves on clusters of
+    two (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     many_rows, one_page = queries(p) * p.group > 16, in_pages(p, 32)
     if pages_of_float8(p) and p.B > 1 and (one_page or not many_rows):
-        return (4, 2, 32) if many_rows and tiles >= 3 * SMS else (4, 1, 32)
+        return (4, 2, 32) if tiles >= 3 * SMS and sum(row_bytes(p)) >= 256 else (4, 1, 32)
     if p.kv_dtype and many_rows and one_page and max(p.D, p.Dv) <= 128:
         return 8, 1, 32
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
@@ -246,6 +247,7 @@ kernel = Kernel(
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),  # float8
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # pages of float8 keys
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
+        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=4),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),  # float8 keys, 2 to 16 queries

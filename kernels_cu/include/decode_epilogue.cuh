@@ -50,11 +50,17 @@ struct Combine {
     char* smem;
     int row0, valid_rows, kv_head, group, H;  // packed rows row0 .. row0 + valid_rows - 1
 
-    // [CLUSTER][BLOCK_M][RANK_QUADS]
+    // Written by the other blocks of the cluster, one slot each: [CLUSTER - 1][BLOCK_M][RANK_QUADS].
     __device__ __forceinline__ float4* O_dsmem() const { return reinterpret_cast<float4*>(smem + DSMEM_AT); }
-    __device__ __forceinline__ float2* sums_dsmem() const {  // [CLUSTER][BLOCK_M]
-        return reinterpret_cast<float2*>(O_dsmem() + CLUSTER * BLOCK_M * RANK_QUADS);
+    __device__ __forceinline__ float2* sums_dsmem() const {  // [CLUSTER - 1][BLOCK_M]
+        return reinterpret_cast<float2*>(O_dsmem() + (CLUSTER - 1) * BLOCK_M * RANK_QUADS);
     }
+    static __device__ __forceinline__ int slot(int from, int owner) { return from < owner ? from : from - 1; }
+    // This block's own part: O where warp 0's is, the sums where Q was.
+    __device__ __forceinline__ float4& O_of_warp(int w, int r, int quad) const {
+        return *reinterpret_cast<float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
+    }
+    __device__ __forceinline__ float2& own_sums(int r) const { return reinterpret_cast<float2*>(smem)[r]; }
     __device__ __forceinline__ void store(const PackedRow& row, const Head& head, int quad,
                                           const CombinedRow& sum) const {
         const long long number = head.lse_offset(H, row.h) + row.i;
@@ -62,12 +68,24 @@ struct Combine {
         else parts.store(Partials::row(seqlen.score, row.h, row.i, number), split.split, quad, sum);
     }
 
-    // A thread combines four columns of a row, or eight if BLOCK_M = 32. In a cluster the result goes to the block that
-    // combines these columns.
+    // Four columns of a row go to the block that combines them.
+    __device__ __forceinline__ void store_for_ranks(int r, int quad, const CombinedRow& sum) const {
+        const int rank = cluster_cta_rank(), owner = quad / RANK_QUADS, rank_quad = quad - owner * RANK_QUADS;
+        const float2 sums = make_float2(sum.m, sum.l);
+        if (owner == rank) {
+            O_of_warp(0, r, quad) = sum.O;
+            if (rank_quad == 0) own_sums(r) = sums;
+        } else {
+            const int to = slot(rank, owner) * BLOCK_M + r;
+            map_shared_rank(O_dsmem(), owner)[to * RANK_QUADS + rank_quad] = sum.O;
+            if (rank_quad == 0) map_shared_rank(sums_dsmem(), owner)[to] = sums;
+        }
+    }
+
+    // A thread combines four columns of a row, or eight if BLOCK_M = 32.
     __device__ __forceinline__ void warps() const {
         constexpr int QUADS_PER_THREAD = M_TILES > 1 ? 2 : 1;
         const float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
-        const int rank = cluster_cta_rank();
 #pragma unroll 1
         for (int i = threadIdx.x * QUADS_PER_THREAD; i < valid_rows * QUADS; i += QUADS_PER_THREAD * THREADS) {
             const int r = i / QUADS;
@@ -80,24 +98,18 @@ struct Combine {
             for (int quad = i % QUADS; quad < i % QUADS + QUADS_PER_THREAD; ++quad) {
                 float4 O_of_warps[WARPS];
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w)
-                    O_of_warps[w] =
-                        *reinterpret_cast<const float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
+                for (int w = 0; w < WARPS; ++w) O_of_warps[w] = O_of_warp(w, r, quad);
                 CombinedRow sum;
                 sum.add(sums_of_warps, O_of_warps, head.softmax_scale * Head::LOG2E);
                 if (CLUSTER == 1) store(row, head, quad, sum);
-                else {
-                    const int owner = quad / RANK_QUADS, rank_quad = quad - owner * RANK_QUADS, to = rank * BLOCK_M + r;
-                    map_shared_rank(O_dsmem(), owner)[to * RANK_QUADS + rank_quad] = sum.O;
-                    if (rank_quad == 0) map_shared_rank(sums_dsmem(), owner)[to] = make_float2(sum.m, sum.l);
-                }
+                else store_for_ranks(r, quad, sum);
             }
         }
     }
 
     // Combines this block's columns from the blocks of the cluster.
     __device__ __forceinline__ void ranks() const {
-        const int first_quad = static_cast<int>(cluster_cta_rank()) * RANK_QUADS,
+        const int rank = cluster_cta_rank(), first_quad = rank * RANK_QUADS,
                   rank_quads = min(QUADS - first_quad, RANK_QUADS);
 #pragma unroll 1
         for (int i = threadIdx.x; i < valid_rows * rank_quads; i += THREADS) {
@@ -107,9 +119,11 @@ struct Combine {
             float2 sums_of_ranks[CLUSTER];
             float4 O_of_ranks[CLUSTER];
 #pragma unroll
-            for (int m = 0; m < CLUSTER; ++m) {
-                sums_of_ranks[m] = sums_dsmem()[m * BLOCK_M + r];
-                O_of_ranks[m] = O_dsmem()[(m * BLOCK_M + r) * RANK_QUADS + rank_quad];
+            for (int from = 0; from < CLUSTER; ++from) {
+                const int at = slot(from, rank) * BLOCK_M + r;
+                sums_of_ranks[from] = from == rank ? own_sums(r) : sums_dsmem()[at];
+                O_of_ranks[from] =
+                    from == rank ? O_of_warp(0, r, first_quad + rank_quad) : O_dsmem()[at * RANK_QUADS + rank_quad];
             }
             CombinedRow sum;
             sum.add(sums_of_ranks, O_of_ranks, head.softmax_scale * Head::LOG2E);
