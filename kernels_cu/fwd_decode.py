@@ -10,7 +10,7 @@ MAX_BLOCKS = 65535  # gridDim.z
 MAX_DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
 ROUNDS_PER_START = 8  # see dynamic_waves
-MAX_CLUSTER_KEYS = 8192  # longest rows for clusters of four
+MAX_CLUSTER_KEYS = 8192  # longest rows for clusters if there is more than one wave
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 
@@ -175,12 +175,12 @@ def pages_of_float8(p: Problem) -> bool:
 def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest for D + Dv = 256, 16 bits.
 
-    A cluster of two if this makes one wave of all row tiles, which needs no combine kernel. Clusters of four small
-    blocks for key_lengths up to MAX_CLUSTER_KEYS: three run on an SM, and one reads while another one finishes. No
-    cluster if there are three waves or more, then with fewer bytes in flight per warp. Two tiles of 16 rows over float8
-    keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys: 1.17 times as fast). Pages of
-    float8 keys: fewer bytes in flight per warp, so that three blocks run on an SM, and from three waves on clusters of
-    two (experiment 028).
+    Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of small
+    ones, of which three run on an SM. With key_lengths up to MAX_CLUSTER_KEYS also for more tiles: one block reads
+    while another one finishes. No cluster if there are three waves or more, then with fewer bytes in flight per warp.
+    Two tiles of 16 rows over float8 keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192
+    keys: 1.17 times as fast). Pages of float8 keys: fewer bytes in flight per warp, so that three blocks run on an SM,
+    and from three waves on clusters of two (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     many_rows, one_page = queries(p) * p.group > 16, in_pages(p, 32)
@@ -191,9 +191,14 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
         return default
     if p.key_lengths:
-        return (4, 4, 32) if 2 * tiles >= 0.75 * SMS and p.Sk <= MAX_CLUSTER_KEYS else default
+        if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
+            return default
+        return (4, 4, 32) if 1.5 * SMS < tiles < 3 * SMS or many_rows else (4, 2, 32)
     if 0.75 * SMS <= 2 * tiles <= SMS:
         return 8, 2, 64
+    for cluster in (4, 2):
+        if 0.75 * 3 * SMS <= cluster * tiles <= 3 * SMS and not many_rows:
+            return 4, cluster, 32
     return (8, 1, 32) if tiles >= 3 * SMS else default
 
 
@@ -241,6 +246,7 @@ kernel = Kernel(
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=4),
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # D >= 128 with 100 KB per SM

@@ -382,20 +382,23 @@ def test_splits_fill_the_multiprocessors() -> None:
 
 
 def test_clusters() -> None:
-    """Of two, eight warps each, where that makes one wave; of four, four warps each, where entries have keys of
-    different numbers, none of many; nothing is merged. Not before compute capability 9.0, nor of other widths; alone
-    where waves are many."""
+    """Where they make one wave: of two with eight warps each, of two or four with four warps each. With key_lengths of
+    two or four, unless there are many keys. Nothing is merged. Not before compute capability 9.0, nor of other widths;
+    without key_lengths not if there are many waves."""
     few, many = (Problem(B, 32, 1, 4096, 128, Hk=8, dtype="bfloat16") for B in (8, 64))
     rows = dataclasses.replace(many, Sq=4, H=64, causal="bottom-right")
+    wave_of_two, wave_of_four = dataclasses.replace(few, B=24), dataclasses.replace(few, B=12)
     differ = dataclasses.replace(many, key_lengths=True)
+    fewer = dataclasses.replace(differ, B=32)
     long, narrow = dataclasses.replace(differ, Sk=131072), dataclasses.replace(few, D=64, Dv=64)
     paged = dataclasses.replace(differ, page_size=16)
     found = []
-    for problem in (few, differ, paged, many, rows, long, narrow):
+    for problem in (few, wave_of_two, differ, paged, wave_of_four, fewer, many, rows, long, narrow):
         tile = choose.choose_tile(KERNEL, problem, (9, 0))
         found.append((tile.BLOCK_M, tile.WARPS, tile.STAGES, tile.CLUSTER))
         assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (16, 4, 3, 1))
-    assert found == [(16, 8, 3, 2), *[(16, 4, 2, 4)] * 2, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
+    small = [*[(16, 4, 2, 2)] * 3, *[(16, 4, 2, 4)] * 2]
+    assert found == [(16, 8, 3, 2), *small, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
     assert choose.choose_tile(KERNEL, few, (8, 0)).CLUSTER == 1
     refused = choose.why_tile_unsupported(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
     assert refused
