@@ -385,4 +385,4 @@ def _measure(e: _Examined, case: Case) -> Weights:
     i, j = np.arange(p.Sq)[:, None], np.arange(p.Sk)[None]
     seen = (j <= i + p.diagonal) if p.causal else np.ones((p.Sq, p.Sk), bool)
     written = outputs["LSE"].astype(np.float64)[0, 0] if "LSE" in outputs else lse[0, 0]
-    return Weights(got, expected[0, 0], written, lse[0, 0], scores, parts, seen, e.M, e.N)
+    return Weights(got, expected[0, 0], written, lse[0, 0], scores, parts, seen, e.M, e.N, Q * p.scale, K)

@@ -34,7 +34,7 @@ class Cause(NamedTuple):
 class Weights(NamedTuple):
     """Weights (Sq, Sk) and LSE (Sq,) of one head, as measured and as expected. `scores`: scaled, without mask.
     `parts`: (steps, steps, Sq, Sk); [x, y] is the scaled product of the x-th 16 columns of Q and the y-th 16 columns of
-    K. `seen`: the visible elements. M, N: rows and keys of a tile."""
+    K. `seen`: the visible elements. M, N: rows and keys of a tile. Q, K: (Sq, D) and (Sk, D), Q times the scale."""
 
     got: Array
     expected: Array
@@ -45,6 +45,8 @@ class Weights(NamedTuple):
     seen: Array
     M: int
     N: int
+    Q: Array | None = None
+    K: Array | None = None
 
     @property
     def compared(self) -> Array:
@@ -404,21 +406,15 @@ def scores_of_other_keys(w: Weights) -> Cause | None:
 
 def wrong_scores(w: Weights) -> Cause | None:
     """Scores are another combination of the products of 16 columns of Q and 16 columns of K than the sum over equal
-    columns."""
+    columns, or have other factors of single columns."""
     use = w.compared & (w.got > 1e-4)
     rows = [i for i in range(len(use)) if use[i].sum() > 8][:96]
     steps = len(w.parts)
     if len(rows) < 4 or steps > 8:
         return None
-    X, y = [], []
-    for i in rows:
-        parts, logs = w.parts[:, :, i, use[i]].reshape(steps * steps, -1), np.log(w.got[i, use[i]])
-        X.append((parts - parts.mean(1, keepdims=True)).T)
-        y.append(logs - logs.mean())
-    A, b = np.concatenate(X), np.concatenate(y)
-    found, *_ = np.linalg.lstsq(A, b, rcond=None)
-    if np.std(A @ found - b) > 0.06 or len(b) < 4 * len(found):
-        return None
+    found = _factors_of_terms(w, {i: w.parts[:, :, i, use[i]].reshape(steps * steps, -1) for i in rows}, use)
+    if found is None:
+        return _single_columns(w, rows, use)
     found = found.reshape(steps, steps)
     own, other = np.diag(found), found - np.diag(np.diag(found))
     if (abs(own - 1) < 0.05).all() and (abs(other) < 0.05).all():
@@ -434,6 +430,31 @@ def wrong_scores(w: Weights) -> Cause | None:
     if abs(own[s] - 1) < 0.05:
         return None
     return Cause(f"{span} of Q and K count {abs(round(own[s], 1)):g} times in S = Q K^T", QK)
+
+
+def _factors_of_terms(w: Weights, terms: dict[int, Array], use: Array) -> Array | None:
+    """The factors with which the terms (terms, keys) of a row's scores add up to the logarithms of its weights; None if
+    they do not, or if there are too few weights to tell."""
+    logs = [np.log(w.got[i, use[i]]) for i in terms]
+    A = np.concatenate([(x - x.mean(1, keepdims=True)).T for x in terms.values()])
+    b = np.concatenate([x - x.mean() for x in logs])
+    found, *_ = np.linalg.lstsq(A, b, rcond=None)
+    return None if np.std(A @ found - b) > 0.06 or len(b) < 4 * len(found) else np.asarray(found)
+
+
+def _single_columns(w: Weights, rows: list[int], use: Array) -> Cause | None:
+    """At most a quarter of the columns of Q and K have another factor than 1 in the scores, all the same one."""
+    if w.Q is None or w.K is None:
+        return None
+    found = _factors_of_terms(w, {i: (w.K[use[i]] * w.Q[i]).T for i in rows}, use)
+    if found is None:
+        return None
+    wrong = np.nonzero(abs(found - 1) > 0.2)[0]
+    if not 0 < len(wrong) <= len(found) // 4 or np.ptp(found[wrong]) > 0.2:
+        return None
+    which = f"column {wrong[0]}" if len(wrong) == 1 else f"{len(wrong)} columns, from column {wrong[0]} on,"
+    count = "counts" if len(wrong) == 1 else "count"
+    return Cause(f"{which} of Q and K {count} {abs(round(found[wrong].mean(), 1)):g} times in S = Q K^T", QK)
 
 
 def _some_tiles(w: Weights) -> Cause | None:

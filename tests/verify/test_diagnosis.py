@@ -38,7 +38,7 @@ def correct(Sk: int = SK, causal: bool = False) -> Weights:
     parts = np.array([[q[:, a] @ k[:, b].T / 8 for b in cut] for a in cut])
     seen = np.arange(Sk)[None] <= np.arange(SQ)[:, None] + (Sk - SQ if causal else Sk)
     P, LSE = expected[0, 0], lse[0, 0]
-    return Weights(P.copy(), P, LSE.copy(), LSE, q @ k.T / 8, parts, seen, M, N)
+    return Weights(P.copy(), P, LSE.copy(), LSE, q @ k.T / 8, parts, seen, M, N, q / 8, k)
 
 
 def without(keys: slice | np.ndarray, twice: int = 0) -> EDIT:
@@ -119,6 +119,12 @@ FAULTS: dict[str, tuple[EDIT, str]] = {
     "a step of D": (of_scores(lambda w: w.scores - w.parts[2, 2]), "columns 32 to 47 of Q and K count 0 times"),
     "a factor of a step": (of_scores(lambda w: w.scores + 0.08 * w.parts[1, 1]),
                            "columns 16 to 31 of Q and K count 1.1 times"),
+    "the last column": (of_scores(lambda w: w.scores - w.Q[:, 63:] @ w.K[:, 63:].T),
+                        "column 63 of Q and K counts 0 times"),
+    "a column twice": (of_scores(lambda w: w.scores + w.Q[:, 5:6] @ w.K[:, 5:6].T),
+                       "column 5 of Q and K counts 2 times"),
+    "every 8th column": (of_scores(lambda w: w.scores - w.Q[:, 7::8] @ w.K[:, 7::8].T),
+                         "8 columns, from column 7 on, of Q and K count 0 times"),
     "a step of K": (of_scores(lambda w: w.scores - w.parts[1, 1] + w.parts[1, 0]),
                     "columns 16 to 31 of Q are multiplied with columns 0 to 15 of K"),
     "a step of K, too": (of_scores(lambda w: w.scores + w.parts[2, 0]),
