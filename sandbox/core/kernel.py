@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .dtypes import FLOAT8_ARCH, ITEMSIZE, OF_16_BITS
 from .errors import SpecError, UnknownKernel
+from .files import mistake
 from .operation import Operation
 from .options import macros
 from .problem import Problem
@@ -67,6 +68,15 @@ class BoxRows(NamedTuple):
 
     tensor: str
     rows: Callable[[Tile], int]
+
+
+class LaunchSizes(NamedTuple):
+    """Blocks and threads along x, y and z, dynamic shared memory in bytes, and blocks per cluster."""
+
+    grid: Dim3
+    block: Dim3
+    smem_bytes: int
+    cluster: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +182,8 @@ class Kernel(Entry):
         for entry in self.then:
             if not entry.name.startswith(f"{self.name}_"):
                 raise SpecError(f"{self.name}: entry point {entry.name!r} in `then` must begin with {self.name}_")
+        if not isinstance(self.tiles, tuple) or not all(isinstance(tile, Tile) for tile in self.tiles):
+            raise SpecError(f"{self.name}: tiles={self.tiles!r} must be a tuple: one tile is (Tile(…),), with a comma")
         if not self.tiles:
             raise SpecError(f"{self.name}: a kernel needs at least one tile")
         for tile in self.tiles:
@@ -319,6 +331,25 @@ class Kernel(Entry):
         reasons = (f"lacks {', '.join(missing)}" * bool(missing), f"has unknown {', '.join(unknown)}" * bool(unknown))
         use = f"set all numbers, such as {example}" if example else "omit tile: the kernel has no such numbers"
         return f"tile {tile or '(empty)'} {' and '.join(filter(None, reasons))}: {use}"
+
+    def launch_sizes(self, entry: Entry, problem: Problem, tile: Tile) -> LaunchSizes:
+        """What the spec's functions say about a launch of one of its entries. Raises SpecError, with the line, for a
+        function that raises, and for a result of another type."""
+        arguments: dict[str, tuple[Any, ...]] = {
+            "grid": (problem, tile), "block": (tile,), "smem_bytes": (problem, tile), "cluster": (tile,)
+        }  # fmt: skip
+        found = {}
+        for name, given in arguments.items():
+            try:
+                found[name] = getattr(entry, name)(*given)
+            except Exception as error:
+                spec = self.source.with_suffix(".py")
+                raise SpecError(f"{entry.name}: {name} in {spec.name}{mistake(error, spec)}") from error
+        for name in ("grid", "block"):
+            sizes = found[name]
+            if not isinstance(sizes, tuple) or len(sizes) != 3 or not all(isinstance(size, int) for size in sizes):
+                raise SpecError(f"{entry.name}: {name} is {sizes!r}: it must be a tuple of three integers")
+        return LaunchSizes(**found)
 
     @staticmethod
     def _own_dtypes(problem: Problem) -> str:

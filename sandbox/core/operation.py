@@ -234,20 +234,30 @@ class Operation:
         return tuple(self.outputs)
 
     def problem(self, shape: str, dtype: str) -> OperationProblem:
-        """The problem of a text such as "4096,8192", one size for each of `dims`. Raises SpecError."""
-        if not self._fits(shape):
+        """The problem of a text such as "4096,8192", one size for each of `dims`, or of the sizes of a printed problem,
+        "M4096 N8192". Raises SpecError."""
+        sizes = self._sizes(shape)
+        if sizes is None:
             raise SpecError(f"shape {shape!r} must be {','.join(self.dims)}, such as {self.example}")
-        return self.sized(dict(zip(self.dims, map(int, shape.split(",")), strict=True)), dtype)
+        return self.sized(sizes, dtype)
 
-    def _fits(self, shape: str) -> bool:
+    def _sizes(self, shape: str) -> dict[str, int] | None:
+        """The sizes of a text; None if it does not have one for each of `dims`."""
         parts = [part.strip() for part in shape.split(",")]
-        return len(parts) == len(self.dims) and all(part.isdecimal() for part in parts)
+        if len(parts) == 1 < len(self.dims):
+            printed = shape.split()
+            if len(printed) != len(self.dims) or not all(map(str.startswith, printed, self.dims)):
+                return None
+            parts = [part.removeprefix(name) for part, name in zip(printed, self.dims, strict=True)]
+        if len(parts) != len(self.dims) or not all(part.isdecimal() for part in parts):
+            return None
+        return dict(zip(self.dims, map(int, parts), strict=True))
 
     @property
     def example(self) -> str:
         """The text of a problem: the first of `shapes`, else of `cases`, that is a list of sizes; without one, 1024 for
         each dimension."""
-        return next(filter(self._fits, (*self.shapes, *self.cases)), ",".join(["1024"] * len(self.dims)))
+        return next(filter(self._sizes, (*self.shapes, *self.cases)), ",".join(["1024"] * len(self.dims)))
 
     def sized(self, sizes: Mapping[str, int], dtype: str) -> OperationProblem:
         """The problem with these sizes. Raises SpecError for sizes that int32 does not hold."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..core import log, registry
 from ..core.errors import UnsupportedProblem
-from ..core.kernel import Arch, Entry, Kernel
+from ..core.kernel import Arch, Dim3, Kernel
 from ..core.operation import OperationProblem
 from ..core.problem import Problem
 from ..core.tile import Tile
@@ -26,7 +26,8 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
     if reason := kernel.why_tile_unsupported(problem, tile, arch):
         return reason
-    need = max(entry.smem_bytes(problem, tile) for entry in kernel.entries)
+    sizes = {entry: kernel.launch_sizes(entry, problem, tile) for entry in kernel.entries}
+    need = max(each.smem_bytes for each in sizes.values())
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
     if need > have:
         where = architectures.name_of(arch) if arch else "the CPU backend"
@@ -34,13 +35,13 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
             f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at {problem.widths}, "
             f"and {where} has {have} (choose a smaller tile)"
         )
-    always = (entry for entry in kernel.entries if not {*entry.args} & {*OPTIONAL_OUTPUTS})
-    return next((reason for entry in always if (reason := why_grid_unsupported(kernel, entry, problem, tile))), None)
+    always = (each.grid for entry, each in sizes.items() if not {*entry.args} & {*OPTIONAL_OUTPUTS})
+    return next((reason for grid in always if (reason := why_grid_unsupported(kernel, grid, problem))), None)
 
 
-def why_grid_unsupported(kernel: Kernel, entry: Entry, problem: Problem, tile: Tile) -> str | None:
-    """Why the grid of `entry` cannot be launched, on either backend, as a sentence; None if it can."""
-    for axis, size, limit in zip("xyz", entry.grid(problem, tile), _GRID_LIMITS, strict=True):
+def why_grid_unsupported(kernel: Kernel, grid: Dim3, problem: Problem) -> str | None:
+    """Why a grid of the kernel cannot be launched, on either backend, as a sentence; None if it can."""
+    for axis, size, limit in zip("xyz", grid, _GRID_LIMITS, strict=True):
         if size > limit:
             return (
                 f"{kernel.name}: {problem} is not supported: its grid has {size} blocks along {axis}, and the limit is "

@@ -152,13 +152,13 @@ def _launches(part: Part, tensors: Mapping[str, Tensor], device: Device, loaded:
     for entry, function in zip(kernel.entries, loaded.functions, strict=True):
         if any(name in entry.args and name not in tensors for name in OPTIONAL_OUTPUTS):
             continue
-        if reason := why_grid_unsupported(kernel, entry, problem, tile):
+        sizes = kernel.launch_sizes(entry, problem, tile)
+        if reason := why_grid_unsupported(kernel, sizes.grid, problem):
             raise UnsupportedProblem(reason)
-        grid = entry.grid(problem, tile)
         block = ArgumentBlock(entry, problem, tile, tensors, encode, kinds)
         yield EntryLaunch(
-            entry, function, grid, entry.block(tile), entry.smem_bytes(problem, tile), block,
-            entry.programmatic_launch or overlaps, entry.cluster(tile),
+            entry, function, sizes.grid, sizes.block, sizes.smem_bytes, block,
+            entry.programmatic_launch or overlaps, sizes.cluster,
         )  # fmt: skip
 
 

@@ -70,6 +70,14 @@ def test_the_example_is_the_first_problem() -> None:
     assert operation(cases=("2,3",), shapes=("6,7",)).example == "6,7"
 
 
+def test_the_sizes_of_a_printed_problem_are_a_shape() -> None:
+    problem = operation().problem("5, 1024", "float16")
+    assert operation().problem(f"M{problem.M} N{problem.N}", "float16") == problem
+    for other in ("M5", "N1024 M5", "M5 N", "M5 N6 K7", "M5,N1024", "5 1024", ""):
+        with pytest.raises(SpecError, match=f"shape '{other}' must be M,N"):
+            operation().problem(other, "float16")
+
+
 def test_operations_are_compared_by_identity() -> None:
     """A registry that was read again has other functions, and so other operations."""
     one, other = operation(), operation()

@@ -449,6 +449,10 @@ def test_kernels_with_one_tile(name: str) -> None:
         ({"dtypes": ("float16", "half")}, "fwd_x: dtype 'half' is not one of float32, float16, bfloat16"),
         ({"tiles": ()}, "fwd_x: a kernel needs at least one tile"),
         (
+            {"tiles": Tile(BLOCK_M=64)},  # (Tile(BLOCK_M=64)), without a comma
+            "fwd_x: tiles=Tile(BLOCK_M=64) must be a tuple: one tile is (Tile(…),), with a comma",
+        ),
+        (
             {"computes": "backward", "then": (Entry(**{**LATER, "args": ("dQ", "dK")}),)},
             "fwd_x: args must include dO, delta, dV: every backward kernel has them",
         ),

@@ -10,7 +10,7 @@ import pytest
 from project import check_stored, digest, drawn_problem, is_stored
 
 from sandbox.core import log, registry
-from sandbox.core.errors import UnsupportedProblem
+from sandbox.core.errors import SpecError, UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.engine import choose
 from sandbox.launch.arguments import OPTIONAL_OUTPUTS, scratch_of
@@ -188,6 +188,25 @@ def test_the_limits_of_a_grid(grid: tuple[int, int, int], message: str | None) -
         reason = choose.why_tile_unsupported(kernel, SMALL, kernel.tiles[0], HOPPER)
         assert reason == (message and f"fwd_minimal: {SMALL} is not supported: {message}")
     assert choose.why_tile_unsupported(optional, SMALL, optional.tiles[0], HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"grid": lambda p, t: (p.L, 1, 1)}, "fwd_minimal: grid in fwd_minimal.py: AttributeError: "),
+        ({"grid": lambda p, t: 1}, "fwd_minimal: grid is 1: it must be a tuple of three integers"),
+        ({"block": lambda t: (t.BLOCK_M, 1)}, r"fwd_minimal: block is \(64, 1\): it must be a tuple of three integers"),
+        ({"block": lambda t: (1.0, 1, 1)}, r"fwd_minimal: block is \(1.0, 1, 1\): it must be"),
+        (
+            {"smem_bytes": lambda p, t: t.WARPS},
+            "smem_bytes in fwd_minimal.py: AttributeError: tile has no WARPS: it has",
+        ),
+    ],
+)
+def test_functions_of_a_spec_that_fail(fields: dict[str, Any], message: str) -> None:
+    kernel = made(**fields)
+    with pytest.raises(SpecError, match=message):
+        choose.why_tile_unsupported(kernel, SMALL, kernel.tiles[0], HOPPER)
 
 
 @pytest.mark.parametrize(("arch", "name", "most"), [((9, 0), "sm_90", 232448), ((7, 5), "sm_75", 65536),
