@@ -23,6 +23,7 @@ from ..launch.dlpack import Device
 from ..reference import attention, errors
 from . import trial, weights
 from .cases import Array, Case, make_inputs
+from .places import where_to_look
 from .suite import suite_of
 from .weights import Weights
 
@@ -111,9 +112,7 @@ class _Examined:
         return outputs if bad else None
 
     def said(self, cause: str, condition: str, pattern: str) -> Diagnosis:
-        source = self.kernel.source
-        found = weights.lines(source.read_text(), pattern) if pattern and cause else ()
-        return Diagnosis(cause, condition, tuple(f"{source.name}:{line}" for line in found))
+        return Diagnosis(cause, condition, where_to_look(self.kernel.source, pattern) if pattern and cause else ())
 
 
 def _simplest(e: _Examined, p: Problem) -> Problem:

@@ -8,9 +8,8 @@ for each fault, the most specific first.
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -534,12 +533,3 @@ CAUSES: tuple[Callable[[Weights], Cause | None], ...] = (
     _some_tiles,
     wrong_half,
 )
-
-
-def lines(source: str, pattern: str, most: int = 2) -> Iterator[int]:
-    """Numbers of the lines of a source text that match, without comments."""
-    found = 0
-    for number, line in enumerate(source.splitlines(), 1):
-        if re.search(pattern, line.partition("//")[0]) and found < most:
-            found += 1
-            yield number

@@ -20,7 +20,7 @@ from sandbox.core.tile import Tile
 from sandbox.launch.dlpack import HOST
 from sandbox.reference import attention
 from sandbox.spec import Problem
-from sandbox.verify import check, diagnosis, weights
+from sandbox.verify import check, diagnosis, places, weights
 from sandbox.verify.cases import Case, make_inputs
 from sandbox.verify.weights import Weights, cause_of
 
@@ -284,11 +284,6 @@ def test_no_cause_is_claimed_for_noise() -> None:
     w, rng = correct(), np.random.default_rng(2)
     got = rng.random(w.got.shape)
     assert cause_of(w._replace(got=got / got.sum(1, keepdims=True), lse=w.lse + 1)) is None
-
-
-def test_lines_ignore_comments() -> None:
-    source = "// alpha\nx = 1;\nO *= alpha;  // rescale\n"
-    assert list(weights.lines(source, weights.RESCALE)) == [3]
 
 
 # ---- faults of a kernel, computed in NumPy
@@ -619,8 +614,9 @@ def test_a_diagnosis_as_text(parts: dict[str, Any], text: str) -> None:
     assert str(diagnosis.Diagnosis(**parts)) == text
 
 
-def test_where_to_look() -> None:
+def test_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to two lines of the source; none without a cause."""
+    monkeypatch.setattr(places, "_changed_lines", lambda folder: [])
     e = examined(lambda *given: None)
     lines = e.kernel.source.read_text().splitlines()
     found = e.said("a cause", "a condition", r"\balpha\b")

@@ -99,11 +99,6 @@ def test_matching_rows() -> None:
     assert weights.matches(rows, np.array([[0, 3], [2e-3, 0]])).tolist() == [1, 0, -1, -1, 1, -1, -1]
 
 
-def test_the_first_lines_that_match() -> None:
-    assert [*weights.lines("l = 1;\nO *= alpha;\nrescale();\nalpha;\n", weights.RESCALE)] == [2, 3]
-    assert [*weights.lines("alpha;\n" * 3, weights.RESCALE, most=1)] == [1]
-
-
 # ---- numbers that are not finite
 
 
