@@ -48,9 +48,12 @@ def shares(timeline: Timeline) -> list[Share]:
 
 
 def longest_waits(timeline: Timeline, count: int = _WAITS) -> list[tuple[Track, Step]]:
-    """The longest waits, longest first."""
+    """The longest wait of each step in each block, longest first: warps of a block often wait together."""
     waits = [(track, step) for track in timeline.tracks for step in track.steps if step.waits]
-    return sorted(waits, key=lambda pair: -pair[1].ticks)[:count]
+    longest: dict[tuple[int, str], tuple[Track, Step]] = {}
+    for track, step in sorted(waits, key=lambda pair: -pair[1].ticks):
+        longest.setdefault((track.block, step.name), (track, step))
+    return list(longest.values())[:count]
 
 
 def shares_table(timeline: Timeline) -> Table:

@@ -286,9 +286,11 @@ def test_remarks() -> None:
     assert report.remarks(none) == [
         report.ORDER_ONLY, "WRONG: the results with marks differ from those without"
     ]  # fmt: skip
-    many = tuple(Step("wait", n * n, n * n + n) for n in range(9))
-    waits = report.longest_waits(dataclasses.replace(FOUND, tracks=(Track(0, 0, None, "", many, 0),)))
-    assert [step.ticks for _, step in waits] == [8, 7, 6, 5, 4]
+    many = tuple(Step(f"wait_{n % 7}", n * n, n * n + n) for n in range(9))  # wait_0 and wait_1 twice
+    tracks = Track(0, 0, None, "", many, 0), Track(0, 1, None, "", many, 0), Track(1, 0, None, "", many[-1:], 0)
+    waits = report.longest_waits(dataclasses.replace(FOUND, tracks=tracks))
+    found = [(track.block, track.warp, step.ticks) for track, step in waits]
+    assert found == [(0, 0, 8), (1, 0, 8), (0, 0, 7), (0, 0, 6), (0, 0, 5)]
 
 
 def test_how_much_is_plotted() -> None:
