@@ -9,8 +9,8 @@ MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
 MAX_DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
-ROUNDS_PER_START = 8  # see dynamic_waves
-MAX_CLUSTER_KEYS = 8192  # longest rows for clusters if there is more than one wave
+ROUNDS_PER_START = 8  # the start of a block takes as long as so many rounds (fitted to experiment 028)
+MAX_CLUSTER_KEYS = 8192  # most keys for clusters with key_lengths
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 
@@ -67,26 +67,27 @@ def resident_blocks(p: Problem, t: Tile) -> int:
 
 
 def dynamic_waves(p: Problem, t: Tile, rounds: int) -> int:
-    """Waves of blocks if entries have different lengths. More waves cost a block's start each, and fewer have longer
-    last blocks: the sum is smallest near the square root of the rounds per resident block."""
+    """Waves of blocks with dynamic splits. With w waves, a resident block starts w times, and the last blocks end
+    within 1 / w of the time: the sum is smallest near the square root of its rounds / ROUNDS_PER_START."""
     if p.B == 1:
         return 1
-    rounds_in_turn = rounds * p.B * row_tiles(p, t) * p.Hk / resident_blocks(p, t)
-    return min(max(1, round(math.sqrt(rounds_in_turn / ROUNDS_PER_START))), MAX_DYNAMIC_WAVES)
+    rounds_per_resident_block = rounds * p.B * row_tiles(p, t) * p.Hk / resident_blocks(p, t)
+    return min(max(1, round(math.sqrt(rounds_per_resident_block / ROUNDS_PER_START))), MAX_DYNAMIC_WAVES)
 
 
 def splits(p: Problem, t: Tile) -> int:
     """Splits: blocks, or clusters, that share the keys of a row tile; with dynamic splits the sum over batch entries.
 
     Minimizes the estimated time in rounds (one key tile per warp): waves times the rounds of a split plus 2 of fixed
-    cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Dynamic splits of
-    several entries: DYNAMIC_WAVES waves, so that the last blocks are short.
+    cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Dynamic splits: as
+    many as make `dynamic_waves` waves.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     limit = max(1, rounds // (t.STAGES - 1))  # per entry
     if dynamic_splits(p, t):
         wanted = resident_blocks(p, t) * dynamic_waves(p, t, rounds) // max(tiles, 1)
-        wanted -= wanted % p.B if wanted > p.B else 0  # so that entries of equal length do not need another wave
+        if wanted >= 2 * p.B > 0:
+            wanted -= wanted % p.B  # so that entries of equal length do not need another wave
         return max(1, min(p.B * limit, wanted, MAX_BLOCKS - p.B))
     row_tiles_of_all = tiles * entries(p)
 
@@ -175,12 +176,16 @@ def pages_of_float8(p: Problem) -> bool:
 def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest for D + Dv = 256, 16 bits.
 
-    Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of small
-    ones, of which three run on an SM. With key_lengths up to MAX_CLUSTER_KEYS also for more tiles: one block reads
-    while another one finishes. No cluster if there are three waves or more, then with fewer bytes in flight per warp.
-    Two tiles of 16 rows over float8 keys: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192
-    keys: 1.17 times as fast). Pages of float8 keys: fewer bytes in flight per warp, so that three blocks run on an SM,
-    and from three waves on clusters of two (experiment 028).
+    Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of two or
+    four small ones, of which three run on an SM. Three waves and more: no cluster, and fewer bytes in flight per warp.
+
+    With key_lengths up to MAX_CLUSTER_KEYS, small clusters for any number of waves, because one block reads while
+    another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
+    (experiment 020).
+
+    float8 keys, two tiles of 16 rows: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys:
+    1.17 times as fast). In pages: fewer bytes in flight per warp, so that three blocks run on an SM, and from three
+    waves on clusters of two, except for short rows (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     many_rows, one_page = queries(p) * p.group > 16, in_pages(p, 32)
@@ -193,7 +198,7 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     if p.key_lengths:
         if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
             return default
-        return (4, 4, 32) if 1.5 * SMS < tiles < 3 * SMS or many_rows else (4, 2, 32)
+        return (4, 4, 32) if 3 * SMS < 2 * tiles < 2 * 3 * SMS else (4, 2, 32)
     if 0.75 * SMS <= 2 * tiles <= SMS:
         return 8, 2, 64
     for cluster in (4, 2):
@@ -253,7 +258,6 @@ kernel = Kernel(
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),  # float8
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # pages of float8 keys
         Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
-        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=4),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),  # float8 keys, 2 to 16 queries

@@ -154,7 +154,7 @@ __device__ __forceinline__ float tanh_approx(float x) {
 
 // Copies 16 bytes from global to shared memory asynchronously; writes zeros if `valid` is false. The data is visible to
 // this thread after cp_async_wait, to others after a subsequent barrier.
-// WHOLE_LINE: L2 reads the whole 128-byte line of `from` from memory.
+// WHOLE_LINE: asks L2 to read the whole 128-byte line of `from` from memory.
 template <bool WHOLE_LINE = false>
 __device__ __forceinline__ void cp_async_16(SmemAddr to, const void* from, bool valid) {
     if (WHOLE_LINE)

@@ -111,7 +111,7 @@ class Events:
     """Single launches between CUDA events, each after an L2 flush.
 
     The flush only reads. After one that writes, L2 is full of modified lines, which are written back during the timed
-    launch: 8 to 10 µs of an H200 (experiments/028_serving).
+    launch: 8 to 10 µs on an H200 (experiments/028_serving).
     """
 
     def __init__(self, ordinal: int = 0):

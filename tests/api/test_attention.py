@@ -262,6 +262,10 @@ def test_empty_batches_and_heads() -> None:
         q, k, v = arrays(B, H, 5, 8)
         out, lse = sandbox.attention_forward(q, k, v)
         assert (out.shape, lse.shape) == ((B, H, 5, 8), (B, H, 5))
+        lengths = np.zeros(B, np.int32)  # splits of the keys are assigned by their lengths
+        assert sandbox.attention(q, k, v, key_lengths=lengths).shape == (B, H, 5, 8)
+    few, many = np.zeros((0, 2, 1, 64), np.float16), np.zeros((0, 2, 640, 64), np.float16)
+    assert sandbox.attention(few, many, many, key_lengths=np.zeros(0, np.int32), kernel="fwd_decode").size == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)])

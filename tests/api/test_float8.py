@@ -270,27 +270,33 @@ def test_rotate_overflows_only_if_the_result_does(dtype: str) -> None:
         assert abs(rotated[0, 1:].double()).max() < most / 1000
 
 
+BOTH = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@BOTH
 @pytest.mark.parametrize("of_k", [E4M3, E5M2])
-def test_queries_of_any_magnitude_over_float8_keys(of_k: torch.dtype) -> None:
+def test_queries_of_any_magnitude_over_float8_keys(of_k: torch.dtype, where: str) -> None:
     """bfloat16 queries become halves times a power of two, row by row: the bits do not depend on that power."""
-    (q, k, v), exponents = tensors(torch.bfloat16, of_k, of_k), (-18, -14, -1, 14, 15, 16, 30, 60)
+    (q, k, v), exponents = tensors(torch.bfloat16, of_k, of_k, device=where), (-18, -14, -1, 14, 15, 16, 30, 60)
     given = {"kernel": "fwd_decode", "descale": (1.0, 1.0, 1.0)}
     first = sandbox.attention(q, k, v, scale=0.25, **given)
-    check(first, q, k, v, scale=0.25)
+    check(*(x.cpu() for x in (first, q, k, v)), scale=0.25)
     for n in exponents:
         assert torch.equal(sandbox.attention(q * 2.0**n, k, v, scale=0.25 * 2.0**-n, **given), first)
     other = q.clone()
-    for row, n in enumerate(exponents):  # rows of different magnitude in one tile, also of zeros and without a limit
+    for row, n in enumerate((*exponents, -115, -130)):  # rows of different magnitude in one tile, also zeros, infinity
         other[:, :, row] *= 2.0**n
     other[:, :, 20], other[:, :, 21, 0] = 0.0, torch.inf
     out = sandbox.attention(other, k, v, scale=0.25, **given)
     assert not out[:, :, 21].isfinite().any()
     finite = [row for row in range(other.shape[2]) if row != 21]
-    check(out[:, :, finite], other[:, :, finite], k, v, scale=0.25)
+    check(*(x.cpu() for x in (out[:, :, finite], other[:, :, finite], k, v)), scale=0.25)
 
 
-def test_queries_with_small_and_large_elements_over_float8_keys() -> None:
-    """Elements of 2^-30 of the largest one in the row count if the latter meets zeros."""
-    q, k, v = tensors(torch.bfloat16, E4M3, E4M3)
+@BOTH
+def test_queries_with_small_and_large_elements_over_float8_keys(where: str) -> None:
+    """Elements of 2^-30 of the row's largest one count where the key is 0 at the largest one."""
+    q, k, v = tensors(torch.bfloat16, E4M3, E4M3, device=where)
     q[..., 0], k[..., 0] = 2.0**30, 0.0
-    check(sandbox.attention(q, k, v, kernel="fwd_decode", descale=(1.0, 1.0, 1.0)), q, k, v)
+    out = sandbox.attention(q, k, v, kernel="fwd_decode", descale=(1.0, 1.0, 1.0))
+    check(*(x.cpu() for x in (out, q, k, v)))

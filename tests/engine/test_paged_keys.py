@@ -369,6 +369,16 @@ def test_assigned_blocks_fit_the_grid() -> None:
         assert sum(max(1, -(-n // most)) for n in rounds) <= blocks, f"SANDBOX_SEED={SEED}: {problem}, {rounds}"
 
 
+def test_entries_of_equal_length_need_no_further_wave() -> None:
+    """Dynamic splits of 396 resident blocks with 8 heads: a multiple of the entries if there are two for each, and the
+    more waves, the more rounds a block has."""
+    one = Problem(1, 32, 1, 64, 128, Hk=8, dtype="bfloat16", kv_dtype="float8_e4m3", page_size=64, key_lengths=True)
+    tile = Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1)
+    of = ((1, 32768), (8, 32768), (32, 4096), (64, 8192), (50, 4096), (128, 2048), (128, 65536), (0, 4096))
+    found = [KERNEL.numbers["splits"](dataclasses.replace(one, B=B, Sk=Sk), tile) for B, Sk in of]
+    assert found == [49, 96, 96, 128, 99, 99, 198, 1]
+
+
 def test_splits_fill_the_multiprocessors() -> None:
     """Two blocks a multiprocessor, whose copies keep its memory busy, and fewer of few keys, since parts are to be
     merged; of many rows none is split."""
