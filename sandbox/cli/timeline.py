@@ -24,8 +24,10 @@ from .options import (
     html_option,
     json_option,
     numbers,
+    on_command_line,
     optional_kernel_argument,
     parsed_tile,
+    problem_of,
     problem_or_default,
     score_options,
     shape_option,
@@ -33,10 +35,12 @@ from .options import (
 )
 from .output import exit_status, print_json, save_page, say, screen
 
+_DEFAULT, _DECODING = "1,2,512,64", "1,2,1,512,64"
+
 
 @cli.command("timeline")
 @optional_kernel_argument
-@shape_option(default="1,2,512,64", show_default=True)
+@shape_option(f"Kernels for decoding: {_DECODING}.", default=_DEFAULT, show_default=True)
 @dtype_option
 @causal_option
 @score_options
@@ -79,6 +83,8 @@ def timeline_(
         found = recording.load(shown)
     else:
         spec, device = registry.get(str(kernel)), pick_device(backend)
+        if not (spec.custom or on_command_line("shape")) and spec.first_for(problem_of(_DECODING, dtype, None, {})):
+            shape = _DECODING
         problem = problem_or_default(spec, shape, dtype, causal, scored, device)
         chosen = pipeline.tile_on(device, spec, problem, parsed_tile(tile))
         found = record.record(spec, problem, chosen, device, numbers(blocks, "--blocks", "0,1") if blocks else None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +24,17 @@ MAX_THREADS = 1024  # per block, on every architecture
 _ERROR_BYTES = 4096
 _MAX_PARAMETERS = 4096 // 4  # 4 KiB in total
 _KINDS = ("pointer", "integer", "float", "struct")  # numbered as in cuda_cpu.h
+_order: ContextVar[int] = ContextVar("_order", default=0)  # of threads, as in `instrumented.run`
+
+
+@contextlib.contextmanager
+def shuffled_threads(seed: int) -> Iterator[None]:
+    """Launches within run the threads of a block, and the blocks, in another order, which depends on `seed` >= 1."""
+    token = _order.set(seed)
+    try:
+        yield
+    finally:
+        _order.reset(token)
 
 
 class _Launch(ctypes.Structure):
@@ -87,9 +101,8 @@ class CpuFunction:
                 raise SpecError(f"{self.entry}: a grid {grid} has no blocks")  # as cuLaunchKernel does
             message = ctypes.create_string_buffer(_ERROR_BYTES)
             description = _Launch(
-                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, cluster, smem, workers(), 0,
-                0,
-                ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
+                self._entry, ctypes.addressof(arguments.table), self._smem, grid, block, cluster, smem, workers(),
+                _order.get(), 0, ctypes.cast(message, ctypes.c_char_p), _ERROR_BYTES,
             )  # fmt: skip
             with lock:
                 for slot, pointer in zip(arguments.slots, pointers, strict=True):

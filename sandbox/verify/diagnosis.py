@@ -19,7 +19,8 @@ from ..core.errors import SandboxError
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..launch.dlpack import Device
+from ..cpu.launch import shuffled_threads
+from ..launch.dlpack import HOST, Device
 from ..reference import attention, errors
 from . import trial, weights
 from .cases import Array, Case, make_inputs
@@ -170,6 +171,10 @@ _INPUTS = {
 def _diagnose(e: _Examined, case: Case) -> Diagnosis:
     base = Probe(Case("probe", _simplest(e, case.problem)))
     outputs = e.wrong(base.case)
+    if outputs and base.case.problem.causal:  # hidden keys show less of a fault that is not one of the mask
+        plain = base._replace(case=replace(base.case, problem=replace(base.case.problem, causal=False)))
+        if of_plain := e.wrong(plain.case):
+            base, outputs = plain, of_plain
     if outputs is None:
         for probe in _variations(e, case, base.case.problem):
             if e.late:
@@ -193,7 +198,7 @@ def _condition_of_base(e: _Examined, base: Problem) -> str:
 
 def _explain(e: _Examined, probe: Probe, outputs: dict[str, Array]) -> Diagnosis:
     """The cause on the smallest wrong problem."""
-    if missing := _unwritten(e, outputs, probe):
+    if missing := _unwritten(e, outputs, probe) or _race(e, outputs, probe):
         return missing
     finite = all(np.isfinite(x.astype(np.float64)).all() for x in outputs.values())
     if probe.kind == "inputs" and (probe.case.inputs in ("nan", "inf") or not finite):
@@ -254,6 +259,17 @@ def _read_too_early(e: _Examined, probe: Probe) -> Diagnosis | None:
         "with K = 0): a missing barrier or wait, or the wrong stage"
     )
     return e.said(said, probe.condition, _SYNC)
+
+
+def _race(e: _Examined, outputs: dict[str, Array], probe: Probe) -> Diagnosis | None:
+    """On the CPU backend: results that depend on the order in which threads run."""
+    if e.device != HOST:
+        return None
+    with shuffled_threads(1):
+        again = e.launch(probe.case.problem, dict(suite_of(e.kernel).reference(probe.case).inputs))
+    differ = next((name for name, x in outputs.items() if x.tobytes() != again[name].tobytes()), "")
+    said = f"{differ} depends on the order of threads: a race, such as a missing barrier (sanitize shows the lines)"
+    return e.said(said, probe.condition, _SYNC) if differ else None
 
 
 def _not_finite_input(e: _Examined, case: Case) -> str:

@@ -159,9 +159,11 @@ def _row_shapes(rows: Array, S: int, M: int, named: str, threads: int) -> Iterat
         yield f"only tiles {_ranges(tiles)} of {-(-S // M)} ({named})"
     warps = threads // 32
     if warps > 1 and M % warps == 0:
-        owners, all_owners = (np.unique(some % M // (M // warps)) for some in (rows, np.arange(S)))
-        if owners.size <= all_owners.size // 2 and rows.size > 1:
-            yield f"a warp's rows: those of warp {_ranges(owners)} of {warps}, if each has {M // warps} rows of a tile"
+        own = M // warps
+        owners, all_owners = (np.unique(some % M // own) for some in (rows, np.arange(S)))
+        whole = np.unique(rows % M).size == owners.size * own  # else the rows of a warp are probably others
+        if owners.size <= all_owners.size // 2 and rows.size > 1 and whole:
+            yield f"a warp's rows: those of warp {_ranges(owners)} of {warps}, if each has {own} rows of a tile"
 
 
 def _diagonal(bad: Array, error: Array, expected: Array, problem: Problem) -> Iterator[str]:

@@ -124,7 +124,7 @@ def results_table(
     shown.show_header = head
     if wide:
         for field, most in (("kernel", 24), ("case", 24), ("problem", 64)):  # one long name must not take all columns
-            longest = max(len(str(getattr(r, field))) for r in room)
+            longest = max(len(field), *(len(str(getattr(r, field))) for r in room))
             shown.add_column(field, min_width=min(longest, most), overflow="fold")
     else:
         longest = max(max(len(f"{r.kernel} {r.case}"), len(str(r.problem))) for r in room)

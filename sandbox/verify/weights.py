@@ -119,10 +119,10 @@ def keys(first: int, last: int) -> str:
 
 
 def hidden_keys_have_weight(w: Weights) -> Cause | None:
-    """Keys that the mask hides have a weight."""
+    """Keys that the mask hides have a weight. (With a correct LSE the mask is right, and V is that of other keys.)"""
     read = ~w.seen & (w.got > _SMALLEST * w.got.max(axis=1, keepdims=True))
     some = read.any(axis=1)
-    if not some.any():
+    if not some.any() or w.lse_correct:
         return None
     row = int(np.nonzero(some)[0][0])
     if (read.sum(axis=1)[some] == 1).mean() > _MOST and (read & np.roll(w.seen, 1, axis=1))[some].any(1).mean() > _MOST:
@@ -418,6 +418,8 @@ def wrong_scores(w: Weights) -> Cause | None:
     own, other = np.diag(found), found - np.diag(np.diag(found))
     if (abs(own - 1) < 0.05).all() and (abs(other) < 0.05).all():
         return None
+    if (abs(found) < 0.06).all():
+        return Cause("all scores of a row are equal: S = Q K^T is 0, or has no step of the columns", QK)
     if np.ptp(own) < 0.06 and (abs(other) < 0.06).all():
         return Cause(f"the scores are {own.mean():.3g} times the expected ones: the scale", SCALE)
     off = np.maximum(abs(own - 1), abs(other).max(axis=1))

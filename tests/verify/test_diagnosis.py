@@ -116,6 +116,7 @@ FAULTS: dict[str, tuple[EDIT, str]] = {
     "half of O": (lambda w: (w.expected / 2, w.lse), "O is 0.5 times"),
     "padding counts": (padded, "l counts 17 keys with score 0"),
     "scale": (of_scores(lambda w: w.scores * 1.5), "scores are 1.5 times"),
+    "no scores": (of_scores(lambda w: 0 * w.scores), "all scores of a row are equal: S = Q K^T is 0"),
     "a step of D": (of_scores(lambda w: w.scores - w.parts[2, 2]), "columns 32 to 47 of Q and K count 0 times"),
     "a factor of a step": (of_scores(lambda w: w.scores + 0.08 * w.parts[1, 1]),
                            "columns 16 to 31 of Q and K count 1.1 times"),
@@ -857,6 +858,26 @@ def test_planted_faults(old: str, new: str, problem: Problem, how: dict[str, str
     found = cause(faulty(tmp_path, old, new), problem, **how)
     assert said in found
     assert found.startswith("O on planted, first wrong at b 0, h")
+
+
+@pytest.mark.parametrize("causal", [False, "bottom-right"])
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("fwd_block2d", "__syncthreads();  // every row has used the previous V", "// every row has used the",
+         "O depends on the order of threads: a race, such as a missing barrier"),
+        ("fwd_mma", "V_rows, j * BLOCK_N", "V_rows, (j + 1) * BLOCK_N",
+         "P of key tile 0 multiplies the values of key tile 1"),
+    ],
+)  # fmt: skip
+def test_faults_that_hidden_keys_would_conceal(
+    name: str, old: str, new: str, said: str, causal: Any, tmp_path: Path
+) -> None:
+    """A fault that does not depend on the mask is examined without one."""
+    kernel = faulty(tmp_path, old, new, name)
+    found = cause(kernel, dataclasses.replace(PLAIN, Sq=256, Sk=256, causal=causal))
+    assert said in found
+    assert "causal" not in found
 
 
 def test_the_input_whose_nan_is_wrong(tmp_path: Path) -> None:

@@ -267,8 +267,8 @@ def test_cells_of_a_result(fields: dict[str, Any], cells: list[str]) -> None:
 @pytest.mark.parametrize(
     ("case", "width", "widths"),
     [
-        ("one", 200, [1, 3, len(str(PROBLEM))]),
-        ("n" * 30, 200, [1, 24, len(str(PROBLEM))]),  # at most 24
+        ("one", 200, [6, 4, len(str(PROBLEM))]),  # at least the title: later lines have none
+        ("n" * 30, 200, [6, 24, len(str(PROBLEM))]),  # at most 24
         ("one", 100, [len(str(PROBLEM))]),
         ("n" * 98, 100, [100 - (9 + 7 + 9 + 8) - 5 - 2 * 5]),
         ("n" * 98, 10, [1]),
