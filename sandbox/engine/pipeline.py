@@ -256,6 +256,7 @@ def _compile_and_load(
     names, kinds = [entry.name for entry in kernel.entries], argument_kinds(kernel)
     # The size of the kernel argument `score` (struct Score in score.cuh); 16 bytes without options.
     score_bytes = dict(defines).get("SCORE_BYTES", 16)
+    parameters.check_element_types(kernel)
     if device == HOST:
         with cache.in_use():  # the file must exist until it is loaded
             built = build.library(kernel.source, names, dict(defines), folders)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import SpecError
-from ..core.kernel import Dim3, Entry
+from ..core.kernel import Dim3, Entry, Kernel
+from ..core.operation import Tensor
 from ..toolchain.nvrtc import Parameter
 from ..toolchain.sources import code_of, split_arguments
 from .arguments import ARGUMENTS, Row
@@ -50,6 +51,37 @@ def check_arguments(
             )
 
 
+_ELEMENTS = {
+    "float": "float32", "__half": "float16", "half": "float16", "__nv_bfloat16": "bfloat16", "int": "int32",
+    "int32_t": "int32", "long long": "int64", "int64_t": "int64", "bool": "bool", "double": "float64",
+    "__nv_fp8_e4m3": "float8_e4m3", "__nv_fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+_POINTER = re.compile(r"\s*((?:\w+\s+)*?\w+)\s*(?:\bconst\b\s*)?\*(?!.*\*)")  # with one `*`
+
+
+def check_element_types(kernel: Kernel) -> None:
+    """Raises SpecError for the first tensor of a custom operation whose dtype in the spec is not that of its pointer in
+    the `.cu`. Types other than those in _ELEMENTS and `dtype` (element.cuh) are not compared."""
+    tensors: Mapping[str, Tensor] = getattr(kernel.operation, "tensors", {})
+    for entry in kernel.entries:
+        for i, (arg, declaration) in enumerate(
+            zip(entry.args, _declarations(entry.name, kernel.source), strict=False), 1
+        ):
+            pointer = _POINTER.match(declaration)
+            called = re.sub(r"\s*\b(const|volatile)\b\s*", "", pointer[1]) if pointer else ""
+            if arg not in tensors or called not in (*_ELEMENTS, "dtype"):
+                continue
+            given, own = tensors[arg].dtype, {*kernel.dtypes}
+            if ({given} if given else own) != (own if called == "dtype" else {_ELEMENTS[called]}):
+                has = f"dtype={given!r}" if given else "the problem's dtype"
+                fix = f"dtype={_ELEMENTS[called]!r}" if called != "dtype" else "omit dtype"
+                fix = fix if given else f"write dtype*, or give its Tensor {fix}"
+                raise SpecError(
+                    f"{entry.name}: argument {i}, {arg}, has {has} in its spec, but is {called}* in "
+                    f"{kernel.source.name} ({fix})"
+                )
+
+
 def check_block_size(entry: str, block: Dim3, most: int) -> None:
     """Raises SpecError for a block with more threads than the entry's __launch_bounds__ allow; `most` 0: no bounds."""
     threads = math.prod(block)
@@ -76,8 +108,12 @@ def _shown(parameter: Parameter) -> str:
 
 def _names(entry: str, source: Path, count: int) -> list[str]:
     """The parameter names in the `.cu`; empty strings if they cannot be parsed, as when a macro makes the list."""
+    names = [(re.findall(r"[A-Za-z_]\w*", declared) or [""])[-1] for declared in _declarations(entry, source)]
+    return names if len(names) == count else [""] * count
+
+
+def _declarations(entry: str, source: Path) -> list[str]:
+    """The declarations of the entry's parameters in the `.cu`, as text."""
     text = code_of(source)
     begin = re.search(rf"\b__global__\b[^;{{}}]*?\b{entry}\s*\(", text)
-    declarations = split_arguments(text, begin.end(), "(<[", ")>]")[0] if begin else []
-    names = [(re.findall(r"[A-Za-z_]\w*", declaration) or [""])[-1] for declaration in declarations]
-    return names if len(names) == count else [""] * count
+    return list(split_arguments(text, begin.end(), "(<[", ">)]")[0]) if begin else []

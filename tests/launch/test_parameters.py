@@ -25,7 +25,7 @@ from sandbox.launch.arguments import ARGUMENTS
 from sandbox.launch.array_view import dense_strides
 from sandbox.launch.dlpack import HOST
 from sandbox.profile.work import work_of
-from sandbox.spec import Problem
+from sandbox.spec import Operation, Problem, Tensor
 from sandbox.toolchain import nvrtc
 from sandbox.toolchain.nvrtc import Parameter
 from sandbox.verify.sanitize import launch_on_host
@@ -113,6 +113,40 @@ def test_parameters_without_names_of_ours(tmp_path: Path) -> None:
     source.write_text(text.replace("dtype> Q,", "dtype> /* Q, */ queries,"))
     (found,) = found_on_the_cpu(dataclasses.replace(MINIMAL, source=source))
     parameters.check_arguments(MINIMAL, found, source)
+
+
+@pytest.mark.parametrize(
+    ("declared", "tensor", "dtypes", "message"),
+    [
+        ("const dtype* x", Tensor("N"), ("float32", "float16"), None),
+        ("const float* __restrict__ x", Tensor("N", dtype="float32"), ("float16",), None),
+        ("float const *x", Tensor("N"), ("float32",), None),
+        ("const dtype* x", Tensor("N", dtype="float16"), ("float16",), None),
+        ("const long long* x", Tensor("N", dtype="int64"), ("float32",), None),
+        ("const T* x", Tensor("N"), ("float32", "float16"), None),  # not known
+        ("const unsigned* x", Tensor("N", dtype="int32"), ("float32",), None),
+        ("float** x", Tensor("N"), ("float16",), None),
+        ("const float* x", Tensor("N"), ("float32", "float16"),
+         r"x, has the problem's dtype in its spec, but is float\* in k.cu \(write dtype\*, or give its Tensor dtype"),
+        ("const dtype* x", Tensor("N", dtype="float32"), ("float32", "float16"),
+         r"x, has dtype='float32' in its spec, but is dtype\* in k.cu \(omit dtype\)"),
+        ("const int* x", Tensor("N", dtype="int64"), ("float32",),
+         r"x, has dtype='int64' in its spec, but is int\* in k.cu \(dtype='int32'\)"),
+    ],
+)  # fmt: skip
+def test_element_types(
+    declared: str, tensor: Tensor, dtypes: tuple[str, ...], message: str | None, tmp_path: Path
+) -> None:
+    operation = Operation(dims=("N",), inputs={"x": tensor}, outputs={"y": Tensor("N")}, reference=lambda x: x)
+    source = tmp_path / "k.cu"
+    source.write_text(f'extern "C" __global__ void k(int N, {declared}, dtype* y) {{}}')
+    kernel = Kernel(name="k", computes=operation, dtypes=dtypes, grid=lambda p, t: (1, 1, 1), block=lambda t: (1, 1, 1),
+                    args=("N", "x", "y"), source=source)  # fmt: skip
+    if message is None:
+        parameters.check_element_types(kernel)
+    else:
+        with pytest.raises(SpecError, match=f"^k: argument 2, {message}"):
+            parameters.check_element_types(kernel)
 
 
 def test_kinds_in_ptx() -> None:
