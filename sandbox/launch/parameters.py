@@ -63,7 +63,7 @@ def check_element_types(kernel: Kernel) -> None:
     """Raises SpecError for the first tensor of a custom operation whose dtype in the spec is not that of its pointer in
     the `.cu`. Types other than those in _ELEMENTS and `dtype` (element.cuh) are not compared."""
     tensors: Mapping[str, Tensor] = getattr(kernel.operation, "tensors", {})
-    for entry in kernel.entries:
+    for entry in kernel.entries if tensors else ():
         for i, (arg, declaration) in enumerate(
             zip(entry.args, _declarations(entry.name, kernel.source), strict=False), 1
         ):
