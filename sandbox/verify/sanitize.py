@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ HOST_TOOLS = {
 _SEEDS = (1, 2)  # of shuffled thread orders
 _AFFECTED_BY_STRAY_STORES = ("thread", "orders")
 _STRAY = "skipped: a store out of bounds, which must be fixed first, looks like a race"
+_ENDED = "an access out of bounds, which must be fixed first, ended the process"
+_CRASH = re.compile(r"was terminated by SIG|^(free|malloc|realloc|munmap_chunk)\(\): |^(corrupted|double free)")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ def inspect(
                 done.append(Inspection(kernel.name, p, chosen, tool, None, message=_STRAY))
             else:
                 done.append((on_host if device == HOST else on_gpu)(tool, kernel, p, chosen, timeout))
+                if ended_by_stray_access(done[-1], done):
+                    done[-1] = replace(done[-1], clean=None, findings=(), message=_ENDED)
             yield done[-1]
 
 
@@ -120,6 +125,14 @@ def explained_by_stray_store(tool: str, done: Iterable[Inspection]) -> bool:
     """Whether findings of `tool` may be caused by a store out of bounds, which "address" found on this problem."""
     strays = (f for i in done if i.tool == "address" for f in i.findings if ", write of " in f.what)
     return tool in _AFFECTED_BY_STRAY_STORES and any(strays)
+
+
+def ended_by_stray_access(found: Inspection, done: Iterable[Inspection]) -> bool:
+    """Whether the process only ended, probably because of an access out of bounds that "address" found on this
+    problem: without that tool, memory of the process is damaged."""
+    if found.tool == "address" or not found.findings or not all(_CRASH.search(f.what) for f in found.findings):
+        return False
+    return any("out of bounds" in f.what for i in done if i.tool == "address" for f in i.findings)
 
 
 def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:

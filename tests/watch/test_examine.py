@@ -358,6 +358,19 @@ def test_what_a_stray_store_causes_is_not_reported() -> None:
     ]
 
 
+def test_a_process_that_a_stray_access_ended_is_not_reported() -> None:
+    stray, crash = (
+        inspection("address", Finding("out of bounds, read of 4 bytes")),
+        Finding("k was terminated by SIGSEGV"),
+    )
+    for what in (crash, Finding("free(): invalid pointer")):
+        ended = inspection("undefined", what)
+        assert [f.what for f in examine._collect([futures(stray, ended)])[0]] == [stray.findings[0].what]
+        assert [f.what for f in examine._collect([futures(ended)])[0]] == [what.what]
+    both = inspection("undefined", crash, Finding("signed integer overflow"))
+    assert len(examine._collect([futures(stray, both)])[0]) == 3
+
+
 class Examined:
     """Replaces what `_examine` calls: records which tiles are sanitized, with which tools and limits."""
 
