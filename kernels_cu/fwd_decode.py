@@ -188,9 +188,9 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     waves on clusters of two, except for short rows (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
-    many_rows, one_page = queries(p) * p.group > 16, in_pages(p, 32)
+    many_rows, one_page, wave = queries(p) * p.group > 16, in_pages(p, 32), 3 * SMS  # of small blocks
     if pages_of_float8(p) and p.B > 1 and (one_page or not many_rows):
-        return (4, 2, 32) if tiles >= 3 * SMS and sum(row_bytes(p)) >= 256 else (4, 1, 32)
+        return (4, 2, 32) if tiles >= wave and sum(row_bytes(p)) >= 256 else (4, 1, 32)
     if p.kv_dtype and many_rows and one_page and max(p.D, p.Dv) <= 128:
         return 8, 1, 32
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
@@ -198,13 +198,13 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     if p.key_lengths:
         if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
             return default
-        return (4, 4, 32) if 3 * SMS < 2 * tiles < 2 * 3 * SMS else (4, 2, 32)
+        return (4, 4, 32) if wave < 2 * tiles < 2 * wave else (4, 2, 32)
     if 0.75 * SMS <= 2 * tiles <= SMS:
         return 8, 2, 64
     for cluster in (4, 2):
-        if 0.75 * 3 * SMS <= cluster * tiles <= 3 * SMS and not many_rows:
+        if 0.75 * wave <= cluster * tiles <= wave and not many_rows:
             return 4, cluster, 32
-    return (8, 1, 32) if tiles >= 3 * SMS else default
+    return (8, 1, 32) if tiles >= wave else default
 
 
 def rank(p: Problem, t: Tile) -> int:

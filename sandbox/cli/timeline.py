@@ -35,12 +35,12 @@ from .options import (
 )
 from .output import exit_status, print_json, save_page, say, screen
 
-_DEFAULT, _DECODING = "1,2,512,64", "1,2,1,512,64"
+_DECODING = "1,2,1,512,64"
 
 
 @cli.command("timeline")
 @optional_kernel_argument
-@shape_option(f"Kernels for decoding: {_DECODING}.", default=_DEFAULT, show_default=True)
+@shape_option(f"Kernels for decoding: {_DECODING}.", default="1,2,512,64", show_default=True)
 @dtype_option
 @causal_option
 @score_options

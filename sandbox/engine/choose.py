@@ -26,8 +26,8 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
     """Why `kernel` cannot run with `tile` on `arch` (None: the CPU backend), as a sentence; None if it can."""
     if reason := kernel.why_tile_unsupported(problem, tile, arch):
         return reason
-    sizes = {entry: kernel.launch_sizes(entry, problem, tile) for entry in kernel.entries}
-    need = max(each.smem_bytes for each in sizes.values())
+    sizes = [(entry, kernel.launch_sizes(entry, problem, tile)) for entry in kernel.entries]
+    need = max(each.smem_bytes for _, each in sizes)
     have = architectures.limits(arch).smem_per_block if arch else architectures.LARGEST_SMEM
     if need > have:
         where = architectures.name_of(arch) if arch else "the CPU backend"
@@ -35,7 +35,7 @@ def why_tile_unsupported(kernel: Kernel, problem: Problem, tile: Tile, arch: Arc
             f"{kernel.name}: tile {tile} is not supported: it needs {need} bytes of shared memory at {problem.widths}, "
             f"and {where} has {have} (choose a smaller tile)"
         )
-    always = (each.grid for entry, each in sizes.items() if not {*entry.args} & {*OPTIONAL_OUTPUTS})
+    always = (each.grid for entry, each in sizes if not {*entry.args} & {*OPTIONAL_OUTPUTS})
     return next((reason for grid in always if (reason := why_grid_unsupported(kernel, grid, problem))), None)
 
 

@@ -189,7 +189,7 @@ def _diagnose(e: _Examined, case: Case) -> Diagnosis:
 def _condition_of_base(e: _Examined, base: Problem) -> str:
     """Which simpler problem is correct, as text; "" if none is."""
     if e.wrong(Case("probe", replace(base, Sq=e.M, Sk=e.N, causal=False))) is None:
-        if base.causal and e.wrong(Case("probe", replace(base, causal=False))) is None:
+        if base.causal:  # else `_diagnose` would examine the problem without a mask
             return "correct without a causal mask"
         if e.wrong(Case("probe", replace(base, Sq=e.M, causal=False))) is not None:
             return "correct if a row has one key tile, wrong with two"

@@ -123,8 +123,7 @@ def inspect(
 
 def explained_by_stray_store(tool: str, done: Iterable[Inspection]) -> bool:
     """Whether findings of `tool` may be caused by a store out of bounds, which "address" found on this problem."""
-    strays = (f for i in done if i.tool == "address" for f in i.findings if ", write of " in f.what)
-    return tool in _AFFECTED_BY_STRAY_STORES and any(strays)
+    return tool in _AFFECTED_BY_STRAY_STORES and _address_found(", write of ", done)
 
 
 def ended_by_stray_access(found: Inspection, done: Iterable[Inspection]) -> bool:
@@ -132,7 +131,16 @@ def ended_by_stray_access(found: Inspection, done: Iterable[Inspection]) -> bool
     problem: without that tool, memory of the process is damaged."""
     if found.tool == "address" or not found.findings or not all(_CRASH.search(f.what) for f in found.findings):
         return False
-    return any("out of bounds" in f.what for i in done if i.tool == "address" for f in i.findings)
+    return _address_found("out of bounds", done)
+
+
+def is_consequence(found: Inspection, done: Iterable[Inspection]) -> bool:
+    """Whether the findings are probably consequences of what "address" found on this problem."""
+    return explained_by_stray_store(found.tool, done) or ended_by_stray_access(found, done)
+
+
+def _address_found(text: str, done: Iterable[Inspection]) -> bool:
+    return any(text in f.what for i in done if i.tool == "address" for f in i.findings)
 
 
 def on_host(tool: str, kernel: Kernel, problem: Problem, tile: Tile, timeout: float) -> Inspection:
@@ -172,16 +180,17 @@ def launch_on_host(
     arrays |= {name: np.zeros(shape, dlpack.numpy_dtype(dtype)) for name, (shape, dtype) in made}
     for entry in kernel.entries:
         absent = any(name in entry.args and name not in arrays for name in OPTIONAL_OUTPUTS)
-        if absent or not all(entry.grid(problem, chosen)):
+        sizes = kernel.launch_sizes(entry, problem, chosen)
+        if absent or not all(sizes.grid):
             continue
         views = {name: dlpack.view(array) for name, array in arrays.items()}
         arguments = ArgumentBlock(entry, problem, chosen, views, kinds=argument_kinds(kernel))
         follows = dict(_pointers(kernel, entry, problem, arrays))
         buffers = {pointer: arrays[name] for pointer, name in follows.items()}
         report = host.run(
-            sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), entry.grid(problem, chosen),
-            entry.block(chosen), entry.smem_bytes(problem, chosen), arguments.values, buffers,
-            cluster=entry.cluster(chosen), order=order, stack=stack, timeout=timeout, folders=snippets.folders(problem),
+            sanitizer, kernel.source, entry.name, kernel.defines(problem, chosen), sizes.grid, sizes.block,
+            sizes.smem_bytes, arguments.values, buffers, cluster=sizes.cluster, order=order, stack=stack,
+            timeout=timeout, folders=snippets.folders(problem),
         )  # fmt: skip
         if not report.clean:
             named = [f"{name} {arrays[name].shape} of {arrays[name].itemsize} bytes each" for name in follows.values()]

@@ -44,8 +44,8 @@ class Weights(NamedTuple):
     seen: Array
     M: int
     N: int
-    Q: Array | None = None
-    K: Array | None = None
+    Q: Array
+    K: Array
 
     @property
     def compared(self) -> Array:
@@ -445,8 +445,6 @@ def _factors_of_terms(w: Weights, terms: dict[int, Array], use: Array) -> Array 
 
 def _single_columns(w: Weights, rows: list[int], use: Array) -> Cause | None:
     """At most a quarter of the columns of Q and K have another factor than 1 in the scores, all the same one."""
-    if w.Q is None or w.K is None:
-        return None
     found = _factors_of_terms(w, {i: (w.K[use[i]] * w.Q[i]).T for i in rows}, use)
     if found is None:
         return None

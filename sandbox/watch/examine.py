@@ -312,10 +312,7 @@ def _collect(pending: _PendingInspections) -> tuple[tuple[Finding, ...], list[st
     done: list[Inspection] = []
     for futures in pending:
         of_problem = _all(futures)
-        for i in of_problem:
-            caused = sanitize.explained_by_stray_store(i.tool, of_problem)
-            if not caused and not sanitize.ended_by_stray_access(i, of_problem):
-                done.append(i)
+        done += [i for i in of_problem if not sanitize.is_consequence(i, of_problem)]
     found: dict[object, Finding] = {}  # by source lines: several problems have the same fault
     for i in done:
         for finding in i.findings:

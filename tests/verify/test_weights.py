@@ -29,7 +29,12 @@ def sample(Sq: int = 64, Sk: int = 128, causal: bool = False, tile: int = N, ste
     scores = np.einsum("ssij->ij", parts) if steps else rng.standard_normal((Sq, Sk))
     seen = np.arange(Sk)[None] <= np.arange(Sq)[:, None] + (Sk - Sq if causal else Sk)
     P, lse = softmax(scores, seen)
-    return Weights(P.copy(), P, lse.copy(), lse, scores, parts, seen, tile, tile)
+    return Weights(P.copy(), P, lse.copy(), lse, scores, parts, seen, tile, tile, *no_columns(Sq, Sk))
+
+
+def no_columns(Sq: int, Sk: int) -> tuple[Array, Array]:
+    """Q and K of scores that are given."""
+    return np.zeros((Sq, 0)), np.zeros((Sk, 0))
 
 
 def small(expected: Any, got: Any = None, seen: Any = None) -> Weights:
@@ -37,13 +42,14 @@ def small(expected: Any, got: Any = None, seen: Any = None) -> Weights:
     P = np.array(expected, float)
     lse = np.ones(len(P))
     read = np.ones(P.shape, bool) if seen is None else np.array(seen, bool)
-    return Weights(P if got is None else np.array(got, float), P, lse, lse, np.log(P) + 1, P[None, None], read, N, N)
+    return Weights(P if got is None else np.array(got, float), P, lse, lse, np.log(P) + 1, P[None, None], read, N, N,
+                   *no_columns(*P.shape))  # fmt: skip
 
 
 def first(w: Weights, n: int) -> Weights:
     """Its first rows."""
     per_row = (w.got, w.expected, w.lse, w.expected_lse, w.scores)
-    return Weights(*(x[:n] for x in per_row), w.parts[:, :, :n], w.seen[:n], w.M, w.N)
+    return Weights(*(x[:n] for x in per_row), w.parts[:, :, :n], w.seen[:n], w.M, w.N, w.Q[:n], w.K)
 
 
 def said(cause: Cause | None) -> str:
