@@ -237,6 +237,18 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     }
 }
 
+// The key tiles of a block: an equal part of those that the row tile sees.
+__device__ __forceinline__ Range tiles_of_block(const Split& split, int begin, int key_tiles) {
+    const int blocks = split.splits * CLUSTER, tiles_per_block = (key_tiles + blocks - 1) / blocks;
+    const int first = min((split.split * CLUSTER + static_cast<int>(cluster_cta_rank())) * tiles_per_block, key_tiles);
+    return {begin + first, begin + min(first + tiles_per_block, key_tiles)};
+}
+// With stream-K: those of the split's rounds that the row tile sees.
+__device__ __forceinline__ Range tiles_of_rounds(const Head& head, Range rounds, Range seen) {
+    const int origin = head.keys(0, head.Sq).begin / BLOCK_N;
+    return {max(origin + rounds.begin * WARPS, seen.begin), min(origin + rounds.end * WARPS, seen.end)};
+}
+
 // Windows with a left bound, float8 and short sequences spill 4 to 12 bytes with ptxas's own register limit: one block
 // per SM raises it.
 extern "C" __global__ __launch_bounds__(THREADS, Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1 : 0) void
@@ -248,80 +260,84 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
            float* partials,                                // Partials of combine.cuh; not used with one split
            int H,
            int group,   // H / Hk
-           int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries
-           const __grid_constant__ Score score) {
+           int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS blocks that share the keys of all entries
+           int entries, const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     TIMELINE(schedule);
     griddepcontrol_launch_dependents();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int kv_head = blockIdx.y, z = blockIdx.z;
-    const Split split = DYNAMIC_SPLITS ? SplitScheduler(score, gridDim.z - splits, splits).block(z)
-                                       : Split{z / splits, z % splits, splits, z / splits * splits};
-    if (DYNAMIC_SPLITS && split.invalid()) return wait_for_long_sequences();
-    const RowTile tile = row_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
-    if (RAGGED && tile.invalid()) return wait_for_long_sequences();
-    cluster_arrive();
-    const SeqlenInfo seqlen(score, tile.b);
-    const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, seqlen.Sq * group);  // of packed rows
-    const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                   // their queries
-
-    // The visible key tiles are divided evenly among the blocks of all splits; the warps of a block take turns.
-    const Head head0(seqlen, kv_head * group);
-    const Range keys = head0.keys(i0, i1), visible_to_all = head0.fully_visible_keys(i0, i1);
-    const int begin = keys.begin / BLOCK_N, key_tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-    const int blocks = split.splits * CLUSTER, tiles_per_block = (key_tiles + blocks - 1) / blocks;
-    const int begin_of_block =
-        min((split.split * CLUSTER + static_cast<int>(cluster_cta_rank())) * tiles_per_block, key_tiles);
-    const int end = begin + min(begin_of_block + tiles_per_block, key_tiles), first = begin + begin_of_block + warp;
-
-    const SmemAddr Q_smem = smem_address(smem);
-    char* const ring = smem + RINGS_AT + warp * RING;
-    KeyPipeline pipeline(K, V, seqlen, kv_head, end, lane, smem_address(ring));
-    TIMELINE(load_Q);
-    pipeline.update_address(first);  // first: the page number arrives while Q is being loaded
-    load_Q(Q_smem, Q, seqlen, kv_head, group, row0, rows_end);
+    StreamScheduler scheduler(score, DYNAMIC_SPLITS ? entries : 0, splits);
+    Split split = DYNAMIC_SPLITS ? scheduler.first(z) : Split{z / splits, z % splits, splits, z / splits * splits};
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(first + stage * WARPS);
-    TIMELINE(wait_Q);
-    cp_async_wait<STAGES - 1>();
-    __syncthreads();  // Q is complete
-    float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
-    const QueryFactors factors(smem, sums, warp, lane);
+    for (; !split.invalid(); split = DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none()) {
+        const RowTile tile = row_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
+        if (RAGGED && tile.invalid()) continue;
+        cluster_arrive();
+        const SeqlenInfo seqlen(score, tile.b);
+        const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, seqlen.Sq * group);  // of packed rows
+        const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                   // their queries
 
-    const LaneOffsets offsets(lane);
-    Softmax state;
-    state.reset();
+        // The visible key tiles are divided evenly among the blocks of all splits; the warps of a block take turns.
+        const Head head0(seqlen, kv_head * group);
+        const Range keys = head0.keys(i0, i1), visible_to_all = head0.fully_visible_keys(i0, i1);
+        const int begin = keys.begin / BLOCK_N, key_tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
+        const Range tiles = DYNAMIC_SPLITS ? tiles_of_rounds(head0, split.rounds, Range{begin, begin + key_tiles})
+                                           : tiles_of_block(split, begin, key_tiles);
+        const int first = tiles.begin + warp, end = tiles.end;
+
+        const SmemAddr Q_smem = smem_address(smem);
+        char* const ring = smem + RINGS_AT + warp * RING;
+        KeyPipeline pipeline(K, V, seqlen, kv_head, end, lane, smem_address(ring));
+        TIMELINE(load_Q);
+        pipeline.update_address(first);  // first: the page number arrives while Q is being loaded
+        load_Q(Q_smem, Q, seqlen, kv_head, group, row0, rows_end);
 #pragma unroll 1
-    for (int j = first; j < end; j += WARPS, pipeline.advance()) {
-        TIMELINE(load);
-        pipeline.load(j + (STAGES - 1) * WARPS);
-        TIMELINE(wait_load);
+        for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(first + stage * WARPS);
+        TIMELINE(wait_Q);
         cp_async_wait<STAGES - 1>();
-        __syncwarp();  // all lanes' loads of tile j are complete
-        const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
-        process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, pipeline.read_stage, offsets,
-                     factors);
-        __syncwarp();  // all lanes have read the stage before it is loaded again
+        __syncthreads();  // Q is complete
+        float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
+        const QueryFactors factors(smem, sums, warp, lane);
+
+        const LaneOffsets offsets(lane);
+        Softmax state;
+        state.reset();
+#pragma unroll 1
+        for (int j = first; j < end; j += WARPS, pipeline.advance()) {
+            TIMELINE(load);
+            pipeline.load(j + (STAGES - 1) * WARPS);
+            TIMELINE(wait_load);
+            cp_async_wait<STAGES - 1>();
+            __syncwarp();  // all lanes' loads of tile j are complete
+            const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
+            process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, pipeline.read_stage, offsets,
+                         factors);
+            __syncwarp();  // all lanes have read the stage before it is loaded again
+        }
+        cp_async_wait<0>();
+
+        float* const O_warp = reinterpret_cast<float*>(ring);
+        if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
+            store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,
+                                     sums + warp * BLOCK_M);
+        else store_warp_result(state, O_warp, sums + warp * BLOCK_M);
+        TIMELINE(wait_warps);
+        __syncthreads();  // the results of all warps are in shared memory
+
+        cluster_wait();
+        const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : gridDim.z,
+                             static_cast<long long>(H) * Partials::rows_per_head(score), split);
+        const Combine combine{O, LSE, parts, split, seqlen, smem, row0, rows_end - row0, kv_head, group, H};
+        TIMELINE(combine);
+        combine.warps();
+        TIMELINE(done);  // the blocks of a cluster still combine theirs
+        if (CLUSTER > 1) {
+            cluster_sync();  // the stores of all blocks of the cluster are visible
+            combine.ranks();
+        }
+        if (DYNAMIC_SPLITS) __syncthreads();  // shared memory has been read
     }
-    cp_async_wait<0>();
-
-    float* const O_warp = reinterpret_cast<float*>(ring);
-    if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
-        store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,
-                                 sums + warp * BLOCK_M);
-    else store_warp_result(state, O_warp, sums + warp * BLOCK_M);
-    TIMELINE(wait_warps);
-    __syncthreads();  // the results of all warps are in shared memory
-
-    cluster_wait();
-    const Partials parts(partials, gridDim.z, static_cast<long long>(H) * Partials::rows_per_head(score), split);
-    const Combine combine{O, LSE, parts, split, seqlen, smem, row0, rows_end - row0, kv_head, group, H};
-    TIMELINE(combine);
-    combine.warps();
-    TIMELINE(done);  // the blocks of a cluster still combine theirs
-    if (CLUSTER == 1) return wait_for_long_sequences();
-    cluster_sync();  // the stores of all blocks of the cluster are visible
-    combine.ranks();
     wait_for_long_sequences();
 }
 
@@ -330,5 +346,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
     int H, int splits, const __grid_constant__ Score score) {
-    combine_splits(O, LSE, partials, H, splits, score);
+    combine_splits<StreamScheduler>(O, LSE, partials, H, splits, score);
 }

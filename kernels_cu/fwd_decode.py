@@ -1,7 +1,5 @@
 """Spec of `fwd_decode.cu`."""
 
-import math
-
 from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
@@ -66,15 +64,6 @@ def resident_blocks(p: Problem, t: Tile) -> int:
     return t.BLOCKS * min(fit, cdiv(SM_BYTES_IN_FLIGHT, in_flight))
 
 
-def dynamic_waves(p: Problem, t: Tile, rounds: int) -> int:
-    """Waves of blocks with dynamic splits. With w waves, a resident block starts w times, and the last blocks end
-    within 1 / w of the time: the sum is smallest near the square root of its rounds / ROUNDS_PER_START."""
-    if p.B == 1:
-        return 1
-    rounds_per_resident_block = rounds * p.B * row_tiles(p, t) * p.Hk / resident_blocks(p, t)
-    return min(max(1, round(math.sqrt(rounds_per_resident_block / ROUNDS_PER_START))), MAX_DYNAMIC_WAVES)
-
-
 def splits(p: Problem, t: Tile) -> int:
     """Splits: blocks, or clusters, that share the keys of a row tile; with dynamic splits the sum over batch entries.
 
@@ -85,10 +74,7 @@ def splits(p: Problem, t: Tile) -> int:
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     limit = max(1, rounds // (t.STAGES - 1))  # per entry
     if dynamic_splits(p, t):
-        wanted = resident_blocks(p, t) * dynamic_waves(p, t, rounds) // max(tiles, 1)
-        if wanted >= 2 * p.B > 0:
-            wanted -= wanted % p.B  # so that entries of equal length do not need another wave
-        return max(1, min(p.B * limit, wanted, MAX_BLOCKS - p.B))
+        return max(1, min(p.B * limit, resident_blocks(p, t) // max(tiles, 1)))
     row_tiles_of_all = tiles * entries(p)
 
     def cost(n: int) -> int:
@@ -101,7 +87,7 @@ def splits(p: Problem, t: Tile) -> int:
 
 def blocks(p: Problem, t: Tile) -> int:
     """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
-    return splits(p, t) + p.B if dynamic_splits(p, t) else splits(p, t) * entries(p)
+    return splits(p, t) * (1 if dynamic_splits(p, t) else entries(p))
 
 
 def needs_combine(p: Problem, t: Tile) -> bool:
@@ -116,7 +102,8 @@ def combined_rows(p: Problem) -> int:
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
-    return (blocks(p, t) * p.H * queries(p) * (p.Dv + 2) if needs_combine(p, t) else 0), 0
+    parts = blocks(p, t) + (p.B if dynamic_splits(p, t) else 0)
+    return (parts * p.H * queries(p) * (p.Dv + 2) if needs_combine(p, t) else 0), 0
 
 
 def first_for(p: Problem) -> bool:
@@ -280,8 +267,8 @@ kernel = Kernel(
     rank=rank,
     first_for=first_for,
     scratch={"partials": partials},
-    numbers={"splits": splits, "row_tiles": row_tiles},
-    args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "score"),
+    numbers={"splits": splits, "entries": lambda p, t: entries(p), "row_tiles": row_tiles},
+    args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "entries", "score"),
     then=(
         Entry(
             name="fwd_decode_combine",

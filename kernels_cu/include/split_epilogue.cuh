@@ -54,6 +54,7 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
 // Combines the partial results of all splits, one block per row. GROUPS groups of HEAD_DIM_V / 4 threads each merge
 // every GROUPS-th split, with LOADS_AHEAD loads in flight; then the first group merges the groups' sums. The order of
 // sums is fixed.
+template <class Scheduler>
 __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
                                                const Score& score) {
     constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
@@ -63,8 +64,8 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     const int h = blockIdx.y, entry = blockIdx.z, entries = gridDim.z, group = threadIdx.x / QUADS,
               quad = threadIdx.x % QUADS;
     if (SHORT_SEQUENCES && row_tile<1>(score, blockIdx.x, entry).invalid()) return end_after_previous_entry_point();
-    const Split first_split = DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).first_split(entry)
-                                             : Split{entry, 0, splits, entry * splits};
+    const Split first_split =
+        DYNAMIC_SPLITS ? Scheduler(score, entries, splits).first_split(entry) : Split{entry, 0, splits, entry * splits};
     const RowTile tile = row_tile<1>(score, blockIdx.x, entry);
     griddepcontrol_wait();
     if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && first_split.splits == 1)) return;

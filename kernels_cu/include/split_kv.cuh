@@ -31,58 +31,78 @@ __device__ __forceinline__ void end_after_previous_entry_point() {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) griddepcontrol_wait();
 }
 
-// Split `split` of the `splits` of batch entry b; `before`: the splits of earlier entries.
+// Split `split` of the `splits` of batch entry b; `before`: the splits of earlier entries. rounds: those of the entry
+// that the split has, with stream-K.
 struct Split {
     int b, split, splits, before;
+    Range rounds = {0, 0};
     __device__ __forceinline__ bool invalid() const { return b < 0; }
+    static __device__ __forceinline__ Split none() { return {-1, 0, 1, 0}; }
 };
 
-// Assigns blocks to batch entries in proportion to their keys. A round is one key tile per warp of a block; no block
-// has more than max_rounds. At least one block per entry with queries, and at most splits + entries in total. A warp
-// collective.
-struct SplitScheduler {
+// The rounds of batch entries. A round is one key tile per warp of a block.
+struct RoundsOfEntries {
     const Score& score;
-    int entries, lane, max_rounds;
+    const int entries, lane;
 
-    __device__ __forceinline__ SplitScheduler(const Score& score, int entries, int splits)
-        : score(score), entries(entries), lane(threadIdx.x % 32) {
-        int sum = 0;
-#pragma unroll 1
-        for (int b = lane; b < entries; b += 32) sum += rounds(b);
-        max_rounds = max((__reduce_add_sync(0xffffffffu, sum) + splits - 1) / splits, 1);
-    }
+    __device__ __forceinline__ RoundsOfEntries(const Score& score, int entries)
+        : score(score), entries(entries), lane(threadIdx.x % 32) {}
+    // At least one for an entry with queries.
     __device__ __forceinline__ int rounds(int b) const {
         const Head head0(score, b, 0);  // ranges are the same for all heads
         if (RAGGED && head0.Sq == 0) return 0;
         const Range keys = head0.keys(0, head0.Sq);
-        return (max(max(keys.end, 0) - keys.begin / BLOCK_N * BLOCK_N, 0) + BLOCK_N * WARPS - 1) / (BLOCK_N * WARPS);
+        const int begin = keys.begin / BLOCK_N * BLOCK_N, end = max(keys.end, begin);
+        return max((end - begin + BLOCK_N * WARPS - 1) / (BLOCK_N * WARPS), 1);
     }
-    __device__ __forceinline__ int blocks(int b) const {
-        const int least = RAGGED ? min(SeqlenInfo(score, b).Sq, 1) : 1;
-        return max((rounds(b) + max_rounds - 1) / max_rounds, least);
+    // The sum over entries 0 .. last - 1. A warp collective.
+    __device__ __forceinline__ int sum(int last) const {
+        int found = 0;
+#pragma unroll 4
+        for (int b = lane; b < last; b += 32) found += rounds(b);
+        return __reduce_add_sync(0xffffffffu, found);
     }
-
-    // The split of block `number`; invalid if the grid has more blocks than splits.
-    __device__ __forceinline__ Split block(int number) const {
+    // The first entry up to whose end there are more than `limit`, and the sum before it; entry -1 if there is none. A
+    // warp collective. count(b): what is added up.
+    struct Found {
+        int b, before, count;
+    };
+    template <class Count>
+    __device__ __forceinline__ Found find(int limit, const Count& count_of) const {
         int before = 0;
 #pragma unroll 1
         for (int b0 = 0; b0 < entries; b0 += 32) {
-            const int count = b0 + lane < entries ? blocks(b0 + lane) : 0;
+            const int count = b0 + lane < entries ? count_of(b0 + lane) : 0;
             int upto = before + count;  // inclusive prefix sum over the lanes
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
                 const int more = __shfl_up_sync(0xffffffffu, upto - before, step);
                 upto += lane >= step ? more : 0;
             }
-            const unsigned lanes = __ballot_sync(0xffffffffu, upto > number);
+            const unsigned lanes = __ballot_sync(0xffffffffu, upto > limit);
             if (lanes) {
-                const int lane_of_b = __ffs(lanes) - 1, splits = __shfl_sync(0xffffffffu, count, lane_of_b);
-                const int first = __shfl_sync(0xffffffffu, upto, lane_of_b) - splits;
-                return {b0 + lane_of_b, number - first, splits, first};
+                const int lane_of_b = __ffs(lanes) - 1, found = __shfl_sync(0xffffffffu, count, lane_of_b);
+                return {b0 + lane_of_b, __shfl_sync(0xffffffffu, upto, lane_of_b) - found, found};
             }
             before = __shfl_sync(0xffffffffu, upto, 31);
         }
-        return {-1, 0, 1, 0};
+        return {-1, 0, 0};
+    }
+};
+
+// Assigns blocks to batch entries in proportion to their keys: no block has more than max_rounds. At least one block
+// per entry with queries, and at most splits + entries in total. A warp collective.
+struct SplitScheduler : RoundsOfEntries {
+    int max_rounds;
+
+    __device__ __forceinline__ SplitScheduler(const Score& score, int entries, int splits)
+        : RoundsOfEntries(score, entries), max_rounds(max((sum(entries) + splits - 1) / splits, 1)) {}
+    __device__ __forceinline__ int blocks(int b) const { return (rounds(b) + max_rounds - 1) / max_rounds; }
+
+    // The split of block `number`; invalid if the grid has more blocks than splits.
+    __device__ __forceinline__ Split block(int number) const {
+        const Found found = find(number, [&](int b) { return blocks(b); });
+        return found.b < 0 ? Split::none() : Split{found.b, number - found.before, found.count, found.before};
     }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) const {
@@ -90,5 +110,40 @@ struct SplitScheduler {
 #pragma unroll 1
         for (int other = lane; other < b; other += 32) before += blocks(other);
         return {b, 0, blocks(b), static_cast<int>(__reduce_add_sync(0xffffffffu, before))};
+    }
+};
+
+// Stream-K: the rounds of all batch entries, one after the other, are divided evenly among the blocks, so that a block
+// may have the last rounds of one entry, all rounds of others, and the first ones of another. Each part of an entry is
+// a split; part of block i and entry b is number i + b of all.
+struct StreamScheduler : RoundsOfEntries {
+    int per_block;              // rounds
+    int before = 0, count = 0;  // rounds of the entries before the current one, and its own
+
+    __device__ __forceinline__ StreamScheduler(const Score& score, int entries, int blocks)
+        : RoundsOfEntries(score, entries), per_block(max((sum(entries) + blocks - 1) / blocks, 1)) {}
+
+    // The part of block `block` of entry b.
+    __device__ __forceinline__ Split part(int b, int block) const {
+        const int first = before / per_block, last = (before + count - 1) / per_block,
+                  begin = block * per_block - before;
+        return {b, block - first, last - first + 1, first + b, {max(begin, 0), min(begin + per_block, count)}};
+    }
+    // The first split of block `block`, and the one after `split`; invalid if there is none.
+    __device__ __forceinline__ Split first(int block) {
+        const Found found = find(block * per_block, [&](int b) { return rounds(b); });
+        before = found.before, count = found.count;
+        return found.b < 0 ? Split::none() : part(found.b, block);
+    }
+    __device__ __forceinline__ Split next(const Split& split, int block) {
+        before += count;
+        for (int b = split.b + 1; b < entries && before < (block + 1) * per_block; ++b)
+            if ((count = rounds(b)) > 0) return part(b, block);
+        return Split::none();
+    }
+    // The first split of batch entry b, of any block.
+    __device__ __forceinline__ Split first_split(int b) {
+        before = sum(b), count = rounds(b);
+        return part(b, before / per_block);
     }
 };
