@@ -26,14 +26,12 @@
 // float8: a tile of the same size in bytes has twice as many keys (mma_operands.cuh).
 //
 // Measurements: experiments/020_decode.
-#include "queries_as_halves.cuh"
+#include "mma_smem.cuh"
 #include "non_finite.cuh"
-#include "softmax_mma.cuh"
 #include "combine.cuh"
 #include "cluster.cuh"
 
 constexpr unsigned THREADS = 32 * WARPS;
-constexpr int M_TILES = BLOCK_M / 16;
 constexpr int KEY_BYTES = sizeof(dtype_k);                           // per element of K and V
 constexpr int CHUNK = 16 / KEY_BYTES, Q_CHUNK = 16 / sizeof(dtype);  // elements per 16 bytes
 constexpr int STEP_D = 2 * CHUNK;                                    // columns per MMA step of S, and per fragment of V
@@ -45,7 +43,7 @@ using QTile = SwizzledRows<Q_COLUMNS>;
 using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
-constexpr unsigned O_PITCH = DV_PAD + 8, O_BYTES = BLOCK_M * O_PITCH * 4;  // padded: four rows are in different banks
+constexpr unsigned O_PITCH = DV_PAD + 4, O_BYTES = BLOCK_M * O_PITCH * 4;  // padded: four rows are in different banks
 constexpr unsigned STAGES_BYTES = STAGES * STAGE, RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
 constexpr unsigned SUMS_AT = BLOCK_M * QTile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8,
                    DSMEM_AT = RINGS_AT + WARPS * RING;
@@ -55,7 +53,7 @@ constexpr unsigned DSMEM_BYTES = (CLUSTER - 1) * BLOCK_M * (16 * RANK_QUADS + 8)
 // In pages, adjacent rows may be of different heads: a 128-byte line then has rows of blocks that run at the same time
 // (D 64, float8 keys: 302 instead of 410 us).
 constexpr bool SHARED_LINES = PAGE_SIZE > 0 && (HEAD_DIM * KEY_BYTES < 128 || HEAD_DIM_V * KEY_BYTES < 128);
-static_assert(BLOCK_M == 16 * M_TILES && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile consists of whole MMA steps");
+static_assert(BLOCK_M % 8 == 0 && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile consists of whole MMA steps");
 // Keys of a tile that have one address: those in the same page, or each for itself. Without pages: all.
 constexpr int ADDRESSED = PAGE_SIZE % BLOCK_N == 0 ? BLOCK_N : PAGE_SIZE % 16 == 0 ? 16 : 1;
 static_assert(ADDRESSED == BLOCK_N || BLOCK_N <= 32, "two halves with an address, or one lane per key of a tile");
@@ -97,8 +95,9 @@ __device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<con
     }
 }
 
-using QueryFactors = RowFactors<M_TILES, WARPS, QTile>;
-using LaneOffsets = ForwardOffsets<QOffsets<Q_COLUMNS>, FragmentOffsets<K_COLUMNS>, FragmentOffsets<V_COLUMNS>>;
+using QueryFactors = RowFactors<BLOCK_M, WARPS, QTile>;
+using KOffsets = FragmentOffsets<K_COLUMNS>;
+using VOffsets = FragmentOffsets<V_COLUMNS>;
 
 // A warp's pipeline of STAGES stages of K and V.
 struct KeyPipeline {
@@ -162,43 +161,44 @@ __device__ __forceinline__ void load_Q(SmemAddr Q_smem, const View<const dtype>&
     cp_async_commit();
 }
 
-// S becomes P, in the order of A operands; updates m, l and O. n0: first key. masked: some scores may be hidden.
-__device__ __forceinline__ void online_softmax(unsigned (&P)[M_TILES][BLOCK_N / 16][4],
-                                               float (&S)[M_TILES][BLOCK_N / 8][4], Softmax& state,
-                                               const SeqlenInfo& seqlen, int row0, int kv_head, int group, int n0,
-                                               bool masked) {
+// S becomes P, as B operands; updates m, l and O. n0: first key. masked: some scores may be hidden.
+__device__ __forceinline__ void online_softmax(Weights& P, ScoreTiles& S, Softmax& state, const SeqlenInfo& seqlen,
+                                               int row0, int kv_head, int group, int n0, bool masked) {
     const float softmax_scale = Head::softmax_scale_of(seqlen.score), scale_log2 = softmax_scale * Head::LOG2E,
                 margin = RESCALE_THRESHOLD / scale_log2;
-    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    float lane_max[M_TILES][2];
-    float scales_log2[M_TILES][2];  // of each row: all equal, except with a descale per head
+    const int key = n0 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    LaneRows lane_max, scales_log2;  // scales: all equal, except with a descale per head
     bool exceeds = state.large;
 #pragma unroll
-    for (int mt = 0; mt < M_TILES; ++mt) {
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int rt = i / 2, r = i % 2;
+        const PackedRow row(row0 + 8 * rt + 2 * q + r, kv_head, group);
+        const Head head(seqlen, row.h);
+        scales_log2[rt][r] = DESCALE_Q || DESCALE_K ? head.softmax_scale * Head::LOG2E : scale_log2;
+        lane_max[rt][r] = -INF;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
-            const Head head(seqlen, row.h);
-            scales_log2[mt][half] = DESCALE_Q || DESCALE_K ? head.softmax_scale * Head::LOG2E : scale_log2;
-            lane_max[mt][half] = score_mod_and_mask(S[mt], half, head, row.i, 0, n0 + 2 * q, masked);
-            exceeds |=
-                lane_max[mt][half] >
-                state.m[mt][half] + (DESCALE_Q || DESCALE_K ? RESCALE_THRESHOLD / scales_log2[mt][half] : margin);
+        for (int k = 0; k < 2 * KEY_TILES; ++k) {
+            float& s = S[k / 2][rt][k % 2 * 2 + r];
+            const ScoreIndex at(row.i, key, 0, 8 * k);
+            s = head.raw(s, at);
+            if (masked && !head.visible(at.query_row(), at.key_col())) s = -INF;
+            lane_max[rt][r] = fmaxf(lane_max[rt][r], s);
         }
+        exceeds |= lane_max[rt][r] >
+                   state.m[rt][r] + (DESCALE_Q || DESCALE_K ? RESCALE_THRESHOLD / scales_log2[rt][r] : margin);
     }
     if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, scales_log2);
+    state.exponentiate(S, scales_log2);
 #pragma unroll
-    for (int mt = 0; mt < M_TILES; ++mt) {
+    for (int i = 0; i < KEY_TILES * ROW_TILES * 2; ++i) {
+        const int kt = i / (2 * ROW_TILES), rt = i / 2 % ROW_TILES, half = i % 2;
+        float p[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const PackedRow row(row0 + 16 * mt + 8 * half + g, kv_head, group);
-            const Head head(seqlen, row.h);
-            state.exponentiate(mt, half, S[mt], scales_log2[mt][half], [&](int nt, float p0, float p1) {
-                if (!head.keep(row.i, n0 + 8 * nt + 2 * q)) p0 = 0.0f;
-                if (!head.keep(row.i, n0 + 8 * nt + 2 * q + 1)) p1 = 0.0f;
-                P[mt][nt / 2][nt % 2 * 2 + half] = pack_P(p0, p1);
-            });
+        for (int r = 0; r < 2; ++r) {
+            const PackedRow row(row0 + 8 * rt + 2 * q + r, kv_head, group);
+            p[r] = Head(seqlen, row.h).keep(row.i, key + 16 * kt + 8 * half) ? S[kt][rt][2 * half + r] : 0.0f;
         }
+        P[kt][rt][half] = movmatrix_trans(pack_P(p[0], p[1]));
     }
 }
 
@@ -209,32 +209,18 @@ __device__ __forceinline__ void wait_for_long_sequences() {
 
 // The key tile from n0, in `stage`.
 __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& seqlen, int row0, int kv_head, int group,
-                                             int n0, bool masked, SmemAddr Q_smem, SmemAddr stage,
-                                             const LaneOffsets& offsets, const QueryFactors& factors) {
-    float S[M_TILES][BLOCK_N / 8][4] = {};
+                                             int n0, bool masked, SmemAddr stage, Queries& queries,
+                                             const QueryFactors& factors, const KOffsets& K_offsets,
+                                             const VOffsets& V_offsets) {
+    ScoreTiles S = {};
     TIMELINE(QK);
-#pragma unroll
-    for (int step = 0; step < D_PAD / STEP_D; ++step) {
-        unsigned Q[M_TILES][Q_REGISTERS];
-#pragma unroll
-        for (int mt = 0; mt < M_TILES; ++mt) offsets.Q.load(Q[mt], Q_smem, 16 * mt, step);
-        mma_ABt_step(S, Q, stage, 0, step, offsets.K, MmaDecodeQK());
-    }
+    queries.scores(S, stage, K_offsets);
     factors.apply(S);
-    unsigned P[M_TILES][BLOCK_N / 16][4];
+    Weights P;
     TIMELINE(softmax);
     online_softmax(P, S, state, seqlen, row0, kv_head, group, n0, masked);
     TIMELINE(PV);
-#pragma unroll
-    for (int step = 0; step < BLOCK_N / 16; ++step) {
-#pragma unroll
-        for (int dt = 0; dt < DV_PAD / STEP_D; ++dt) {
-            unsigned V[4];
-            ldmatrix_x4_trans(V, stage + K_BYTES + offsets.V(16 * step, dt));
-#pragma unroll
-            for (int mt = 0; mt < M_TILES; ++mt) MmaPV()(&state.O[mt][STEP_D / 8 * dt], P[mt][step], V);
-        }
-    }
+    add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
 // The key tiles of a block: an equal part of those that the row tile sees.
@@ -300,7 +286,9 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
         float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
         const QueryFactors factors(smem, sums, warp, lane);
 
-        const LaneOffsets offsets(lane);
+        Queries queries(Q_smem, lane);
+        const KOffsets K_offsets = row_offsets<KOffsets>(lane);
+        const VOffsets V_offsets = transposed_offsets<VOffsets>(lane);
         Softmax state;
         state.reset();
 #pragma unroll 1
@@ -311,8 +299,8 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
             cp_async_wait<STAGES - 1>();
             __syncwarp();  // all lanes' loads of tile j are complete
             const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
-            process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, Q_smem, pipeline.read_stage, offsets,
-                         factors);
+            process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, pipeline.read_stage, queries,
+                         factors, K_offsets, V_offsets);
             __syncwarp();  // all lanes have read the stage before it is loaded again
         }
         cp_async_wait<0>();

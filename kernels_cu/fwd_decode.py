@@ -23,7 +23,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     K, V = row_bytes(p)
     stages = t.STAGES * t.BLOCK_N * (K + V)
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
-    Q, O_smem = t.BLOCK_M * K * p.itemsize // p.key_itemsize, 4 * t.BLOCK_M * (V // p.key_itemsize + 8)
+    Q, O_smem = t.BLOCK_M * K * p.itemsize // p.key_itemsize, 4 * t.BLOCK_M * (V // p.key_itemsize + 4)
     return Q + t.WARPS * (8 * t.BLOCK_M + max(stages, O_smem)) + dsmem
 
 
@@ -131,7 +131,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, key tiles within a page, registers of S and O, clusters."""
     width = row_bytes(p)[1] // p.key_itemsize + t.BLOCK_N
     rules = (
-        (t.BLOCK_M % 16 == 0, f"BLOCK_M={t.BLOCK_M} must be a multiple of 16: rows of m16n8k16"),
+        (t.BLOCK_M in (8, 16, 32), f"BLOCK_M={t.BLOCK_M} must be 8, 16 or 32: columns of m16n8k16, in one or more pairs"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
             t.BLOCK_N == 16 or in_pages(p, t.BLOCK_N) or (t.BLOCK_N == 32 and in_pages(p, 16)),
@@ -249,9 +249,10 @@ kernel = Kernel(
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),  # float8 keys, 2 to 16 queries
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 with large D
+        *(Tile(BLOCK_M=8, BLOCK_N=n, WARPS=w, STAGES=s, BLOCKS=132, CLUSTER=c) for n, w, s, c in ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2), (16, 4, 4, 1), (16, 4, 2, 2), (16,4,3,2), (16,4,2,1), (32,4,3,1), (16,4,3,4), (16,4,2,4))),
     ),
     space={
-        "BLOCK_M": (16, 32),
+        "BLOCK_M": (8, 16, 32),
         "BLOCK_N": (16, 32),
         "WARPS": (2, 4, 8),
         "STAGES": (2, 3, 4, 5, 6),

@@ -1,27 +1,25 @@
 // Epilogue of fwd_decode: partial results of warps and of blocks of a cluster are combined in a fixed order; those of
 // splits by split_epilogue.cuh. Included by fwd_decode.cu after its constants.
 #pragma once
+#include "softmax_transposed.cuh"
 #include "split_epilogue.cuh"
 
-using Softmax = WarpSoftmax<M_TILES, DV_PAD>;  // of one warp, all rows
+using Softmax = TransposedSoftmax;  // of one warp, all rows
 
 // Stores the warp's results in shared memory: O [BLOCK_M][O_PITCH], m and l.
 __device__ __forceinline__ void store_warp_result(const Softmax& state, float* O_smem, float2* sums) {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
-    for (int mt = 0; mt < M_TILES; ++mt) {
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const int rt = i / 2, r = i % 2, row = 8 * rt + 2 * q + r;
+        const float l = column_sum(state.l[rt][r]);
+        if (g == 0) sums[row] = make_float2(state.m[rt][r], l);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = 16 * mt + 8 * half + g;
-            const float l = row_sum<4>(state.l[mt][half]);
-            if (q == 0) sums[row] = make_float2(state.m[mt][half], l);
-#pragma unroll
-            for (int nt = 0; nt < DV_PAD / 8; ++nt) {
-                const float low = state.O[mt][nt][2 * half], high = state.O[mt][nt][2 * half + 1];
-                float* const to = O_smem + row * O_PITCH;
-                if (FLOAT8_KEYS) to[nt / 2 * 16 + 4 * q + nt % 2] = low, to[nt / 2 * 16 + 4 * q + nt % 2 + 2] = high;
-                else *reinterpret_cast<float2*>(to + 8 * nt + 2 * q) = make_float2(low, high);
-            }
+        for (int dt = 0; dt < V_TILES; ++dt) {
+            const float low = state.O[dt][rt][r], high = state.O[dt][rt][r + 2];
+            float* const to = O_smem + row * O_PITCH + 16 * dt;
+            if (FLOAT8_KEYS) *reinterpret_cast<float2*>(to + 2 * g) = make_float2(low, high);
+            else to[g] = low, to[8 + g] = high;
         }
     }
 }
@@ -86,7 +84,7 @@ struct Combine {
 
     // A thread combines four columns of a row, or eight if BLOCK_M = 32.
     __device__ __forceinline__ void warps() const {
-        constexpr int QUADS_PER_THREAD = M_TILES > 1 ? 2 : 1;
+        constexpr int QUADS_PER_THREAD = BLOCK_M > 16 ? 2 : 1;
         const float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
 #pragma unroll 1
         for (int i = threadIdx.x * QUADS_PER_THREAD; i < valid_rows * QUADS; i += QUADS_PER_THREAD * THREADS) {

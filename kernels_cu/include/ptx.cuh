@@ -87,6 +87,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row
                  : "memory");
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements, of which a lane has elements (g; 2q, 2q+1).
+__device__ __forceinline__ unsigned movmatrix_trans(unsigned pair) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
 // Eight bytes of shared memory; the address is a multiple of 8.
 __device__ __forceinline__ uint2 load_shared_8(SmemAddr from) {
     uint2 x;

@@ -8,7 +8,7 @@
 #include "mma_operands.cuh"
 
 #if FLOAT8_KEYS && defined(DTYPE_bfloat16)
-using MmaDecodeQK = MmaFloat8Keys<true>;
+using KeyConversion = MmaFloat8Keys<true>;
 
 __device__ __forceinline__ unsigned scaled_halves(unsigned pair, float factor) {
     return pack_halves(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
@@ -34,38 +34,40 @@ __device__ __forceinline__ float row_as_halves(uint4* row, unsigned lane) {
     return __int_as_float((exponent - 14) << 23);
 }
 
-// The factors of the scores of a lane's rows.
-template <int M_TILES, int WARPS_, class QTile>
+// The factors of the scores of a lane's rows: 2q and 2q + 1 of every 8.
+template <int ROWS, int WARPS_, class QTile>
 struct RowFactors {
-    float of[M_TILES][2];
+    float of[ROWS / 8][2];
     // Converts the block's queries in shared memory, by all warps. sums: room for each warp's sums at the end, where it
     // finds its own copy of the factors: no other warp reads it.
     __device__ __forceinline__ RowFactors(char* Q_smem, float2* sums, unsigned warp, unsigned lane) {
 #pragma unroll 2
-        for (int row = warp; row < 16 * M_TILES; row += WARPS_) {
+        for (int row = warp; row < ROWS; row += WARPS_) {
             const float factor =
                 row_as_halves<QTile::CHUNKS>(reinterpret_cast<uint4*>(Q_smem + row * QTile::ROW), lane);
-            if (lane < WARPS_) sums[lane * 16 * M_TILES + row].x = factor;
+            if (lane < WARPS_) sums[lane * ROWS + row].x = factor;
         }
         __syncthreads();  // all rows are converted
 #pragma unroll
-        for (int i = 0; i < 2 * M_TILES; ++i) of[i / 2][i % 2] = sums[warp * 16 * M_TILES + 8 * i + lane / 4].x;
+        for (int i = 0; i < ROWS / 4; ++i) of[i / 2][i % 2] = sums[warp * ROWS + i / 2 * 8 + lane % 4 * 2 + i % 2].x;
     }
-    template <int N_TILES>
-    __device__ __forceinline__ void apply(float (&S)[M_TILES][N_TILES][4]) const {
+    template <int KEY_TILES>
+    __device__ __forceinline__ void apply(float (&S)[KEY_TILES][ROWS / 8][4]) const {
 #pragma unroll
-        for (int i = 0; i < M_TILES * N_TILES * 4; ++i)
-            S[i / (4 * N_TILES)][i / 4 % N_TILES][i % 4] *= of[i / (4 * N_TILES)][i / 2 % 2];
+        for (int i = 0; i < KEY_TILES * ROWS / 2; ++i)
+            S[i * 2 / ROWS][i / 4 % (ROWS / 8)][i % 4] *= of[i / 4 % (ROWS / 8)][i % 2];
     }
 };
 #else
-using MmaDecodeQK = MmaQK;
+#if FLOAT8_KEYS && !FLOAT8
+using KeyConversion = MmaFloat8Keys<>;
+#endif
 
 // The queries keep their dtype, and the scores need no factors.
-template <int M_TILES, int WARPS_, class QTile>
+template <int ROWS, int WARPS_, class QTile>
 struct RowFactors {
     __device__ __forceinline__ RowFactors(char*, float2*, unsigned, unsigned) {}
-    template <int N_TILES>
-    __device__ __forceinline__ void apply(float (&)[M_TILES][N_TILES][4]) const {}
+    template <int KEY_TILES>
+    __device__ __forceinline__ void apply(float (&)[KEY_TILES][ROWS / 8][4]) const {}
 };
 #endif

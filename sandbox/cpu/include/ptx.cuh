@@ -61,6 +61,16 @@ inline float element(unsigned pair, int which) {
 inline void ldmatrix_x4(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, false, site); }
 inline void ldmatrix_x4_trans(unsigned (&r)[4], SmemAddr row, SANDBOX_SITE) { cpu::load_matrices(r, row, true, site); }
 
+inline unsigned movmatrix_trans(unsigned pair, SANDBOX_SITE) {
+    const int lane = int(cpu::sandbox_self->lane), row = lane / 4, column = lane % 4 * 2;
+    unsigned transposed = 0;
+    for (int i = 0; i < 2; ++i) {
+        const unsigned found = __shfl_sync(0xffffffffu, pair, (column + i) * 4 + row / 2, 32, site);
+        transposed |= (found >> row % 2 * 16 & 0xffffu) << 16 * i;
+    }
+    return transposed;
+}
+
 inline uint2 load_shared_8(SmemAddr from, SANDBOX_SITE) {
     if (reinterpret_cast<uint64_t>(from) % 8)
         cpu::sandbox_trap("a load of 8 bytes from an address that is not a multiple of 8", site);
