@@ -237,7 +237,9 @@ __device__ __forceinline__ Range tiles_of_rounds(const Head& head, Range rounds,
 
 // Windows with a left bound, float8 and short sequences spill 4 to 12 bytes with ptxas's own register limit: one block
 // per SM raises it.
-extern "C" __global__ __launch_bounds__(THREADS, Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1 : 0) void
+extern "C" __global__ __launch_bounds__(THREADS, BLOCK_M == 8 && HEAD_DIM <= 128                          ? 4
+                                                 : Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1
+                                                                                                          : 0) void
 fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
            const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
            const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
@@ -333,6 +335,6 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(
     const __grid_constant__ View<dtype_o> O,  // (B, H, Sq, HEAD_DIM_V)
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
-    int H, int splits, const __grid_constant__ Score score) {
-    combine_splits<StreamScheduler>(O, LSE, partials, H, splits, score);
+    int H, int splits, int entries, const __grid_constant__ Score score) {
+    combine_splits<StreamScheduler>(O, LSE, partials, H, splits, entries, score);
 }

@@ -95,9 +95,15 @@ def needs_combine(p: Problem, t: Tile) -> bool:
     return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS * t.CLUSTER
 
 
-def combined_rows(p: Problem) -> int:
-    """gridDim.x of the combine kernel: rows per entry and head; an upper bound for ragged queries."""
-    return queries(p) if by_entry(p) else p.query_tiles(1)
+def combine_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """A block per row (an upper bound for ragged queries), head and entry; with dynamic splits of more entries than
+    blocks, a block per row, some heads, and block of `fwd_decode`, which may begin inside an entry."""
+    rows = queries(p) if by_entry(p) else p.query_tiles(1)
+    if not needs_combine(p, t):
+        return 0, p.H, entries(p)
+    if dynamic_splits(p, t) and entries(p) > splits(p, t):
+        return rows, cdiv(p.H, 128 * t.WARPS // p.Dv), splits(p, t)
+    return rows, p.H, entries(p)
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
@@ -249,7 +255,7 @@ kernel = Kernel(
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
         Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),  # float8 keys, 2 to 16 queries
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 with large D
-        *(Tile(BLOCK_M=8, BLOCK_N=n, WARPS=w, STAGES=s, BLOCKS=132, CLUSTER=c) for n, w, s, c in ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2), (16, 4, 4, 1), (16, 4, 2, 2), (16,4,3,2), (16,4,2,1), (32,4,3,1), (16,4,3,4), (16,4,2,4))),
+        *(Tile(BLOCK_M=8, BLOCK_N=n, WARPS=w, STAGES=s, BLOCKS=132, CLUSTER=c) for n, w, s, c in ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2), (16, 4, 4, 1), (16, 4, 2, 2), (16,4,3,2), (16,4,2,1), (32,4,3,1), (16,4,3,4), (16,4,2,4), (16,8,3,1), (32,8,2,1), (16,8,2,1), (32,4,2,4))),
     ),
     space={
         "BLOCK_M": (8, 16, 32),
@@ -274,11 +280,11 @@ kernel = Kernel(
         Entry(
             name="fwd_decode_combine",
             programmatic_launch=True,
-            grid=lambda p, t: (combined_rows(p) if needs_combine(p, t) else 0, p.H, entries(p)),
+            grid=combine_grid,
             block=lambda t: (32 * t.WARPS, 1, 1),
             smem_bytes=lambda p, t: 0,
-            numbers={"splits": splits},
-            args=("O", "LSE", "partials", "H", "splits", "score"),
+            numbers={"splits": splits, "entries": lambda p, t: entries(p)},
+            args=("O", "LSE", "partials", "H", "splits", "entries", "score"),
         ),
     ),
 )

@@ -220,5 +220,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
     int H, int splits, const __grid_constant__ Score score) {
-    combine_splits<SplitScheduler>(O, LSE, partials, H, splits, score);
+    combine_splits<SplitScheduler>(O, LSE, partials, H, splits, gridDim.z, score);
 }

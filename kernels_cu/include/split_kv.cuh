@@ -58,7 +58,7 @@ struct RoundsOfEntries {
     // The sum over entries 0 .. last - 1. A warp collective.
     __device__ __forceinline__ int sum(int last) const {
         int found = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (int b = lane; b < last; b += 32) found += rounds(b);
         return __reduce_add_sync(0xffffffffu, found);
     }
@@ -104,6 +104,8 @@ struct SplitScheduler : RoundsOfEntries {
         const Found found = find(number, [&](int b) { return blocks(b); });
         return found.b < 0 ? Split::none() : Split{found.b, number - found.before, found.count, found.before};
     }
+    // Only entries that have more than one split, if there are more entries than blocks: not with this scheduler.
+    __device__ __forceinline__ Split first_split_before(int) const { return Split::none(); }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) const {
         int before = 0;
@@ -141,7 +143,15 @@ struct StreamScheduler : RoundsOfEntries {
             if ((count = rounds(b)) > 0) return part(b, block);
         return Split::none();
     }
-    // The first split of batch entry b, of any block.
+    // The first split of the entry in whose inside block `block` begins; invalid if there is none, or if an earlier
+    // block begins in it, too.
+    __device__ __forceinline__ Split first_split_before(int block) {
+        const Found found = find(block * per_block, [&](int b) { return rounds(b); });
+        before = found.before, count = found.count;
+        const bool first = before < block * per_block && before >= (block - 1) * per_block;
+        return found.b >= 0 && first ? part(found.b, block - 1) : Split::none();
+    }
+    // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) {
         before = sum(b), count = rounds(b);
         return part(b, before / per_block);
