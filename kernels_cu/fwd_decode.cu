@@ -43,10 +43,14 @@ using QTile = SwizzledRows<Q_COLUMNS>;
 using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
-constexpr unsigned O_PITCH = DV_PAD + 4, O_BYTES = BLOCK_M * O_PITCH * 4;  // padded: four rows are in different banks
-constexpr unsigned STAGES_BYTES = STAGES * STAGE, RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
-constexpr unsigned SUMS_AT = BLOCK_M * QTile::ROW, RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8,
-                   DSMEM_AT = RINGS_AT + WARPS * RING;
+constexpr unsigned O_BYTES = BLOCK_M * DV_PAD * 4, STAGES_BYTES = STAGES * STAGE,
+                   RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
+// With stream-K, the loads for the next split start before the epilogue: O is then in the last stage, which they do not
+// use, and Q has two buffers.
+constexpr bool EARLY_START = DYNAMIC_SPLITS && O_BYTES <= STAGE;
+constexpr unsigned Q_BYTES = BLOCK_M * QTile::ROW, SUMS_AT = (EARLY_START ? 2 : 1) * Q_BYTES,
+                   RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, DSMEM_AT = RINGS_AT + WARPS * RING,
+                   O_AT = EARLY_START ? STAGES_BYTES - STAGE : 0;  // in a warp's stages
 // Groups of four columns of O that a block of a cluster combines.
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
 constexpr unsigned DSMEM_BYTES = (CLUSTER - 1) * BLOCK_M * (16 * RANK_QUADS + 8);
@@ -59,8 +63,6 @@ constexpr int ADDRESSED = PAGE_SIZE % BLOCK_N == 0 ? BLOCK_N : PAGE_SIZE % 16 ==
 static_assert(ADDRESSED == BLOCK_N || BLOCK_N <= 32, "two halves with an address, or one lane per key of a tile");
 static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
-
-#include "decode_epilogue.cuh"  // uses the constants above
 
 // Issues cp.async for ADDRESSED rows of K or V with the lanes of a warp; rows >= valid_rows are filled with
 // zeros. Fewer instructions than cp_async_tile: the instruction cache misses of a new block delay its first loads.
@@ -95,6 +97,38 @@ __device__ __forceinline__ void load_rows_of_pages(SmemAddr tile, const View<con
     }
 }
 
+// The part of a split that a warp computes: packed rows row0 .. rows_end - 1, and key tiles `first`, `first` + WARPS,
+// ... before `end`.
+struct SplitPart {
+    const SeqlenInfo seqlen;
+    const int row0, rows_end;
+    Range visible_to_all;  // keys
+    int first, end;
+
+    // Splits share the visible key tiles evenly, or, with stream-K, in whole rounds of the batch entry.
+    __device__ __forceinline__ SplitPart(const Score& score, const Split& split, RowTile tile, int kv_head, int group,
+                                         unsigned warp)
+        : seqlen(score, tile.b), row0(tile.row0), rows_end(min(row0 + BLOCK_M, seqlen.Sq * group)) {
+        const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;  // queries
+        const Head head(seqlen, kv_head * group);
+        const Range keys = head.keys(i0, i1);
+        visible_to_all = head.fully_visible_keys(i0, i1);
+        const int begin = keys.begin / BLOCK_N, tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
+        if (DYNAMIC_SPLITS) {
+            const int origin = head.keys(0, head.Sq).begin / BLOCK_N;
+            first = max(origin + split.rounds.begin * WARPS, begin);
+            end = min(origin + split.rounds.end * WARPS, begin + tiles);
+        } else {
+            const int blocks = split.splits * CLUSTER, each = (tiles + blocks - 1) / blocks,
+                      before = min((split.split * CLUSTER + static_cast<int>(cluster_cta_rank())) * each, tiles);
+            first = begin + before, end = begin + min(before + each, tiles);
+        }
+        first += warp;
+    }
+};
+
+#include "decode_epilogue.cuh"  // uses the constants above, and SplitPart
+
 using QueryFactors = RowFactors<BLOCK_M, WARPS, QTile>;
 using KOffsets = FragmentOffsets<K_COLUMNS>;
 using VOffsets = FragmentOffsets<V_COLUMNS>;
@@ -103,29 +137,31 @@ using VOffsets = FragmentOffsets<V_COLUMNS>;
 struct KeyPipeline {
     const View<const dtype_k>& K;
     const View<const dtype_v>& V;
-    const SeqlenInfo& seqlen;
-    const int kv_head, end;  // end: of the block's key tiles
+    const int kv_head;
     const unsigned lane;
-    const SmemAddr stages, stages_end;
+    const SmemAddr stages;
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
     KeyAddress next = {};              // of the next tile to load, or of its first half, or of this lane's key of it
     KeyAddress next_half = {};         // of its second half, if the halves may be in two pages
     static constexpr bool TWO_PAGES = ADDRESSED == 16 && BLOCK_N == 32;
 
-    __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V,
-                                           const SeqlenInfo& seqlen, int kv_head, int end, unsigned lane,
-                                           SmemAddr stages)
-        : K(K), V(V), seqlen(seqlen), kv_head(kv_head), end(end), lane(lane), stages(stages),
-          stages_end(stages + STAGES * STAGE), write_stage(stages), read_stage(stages) {}
+    __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V, int kv_head,
+                                           unsigned lane, SmemAddr stages)
+        : K(K), V(V), kv_head(kv_head), lane(lane), stages(stages) {}
 
     __device__ __forceinline__ SmemAddr next_stage(SmemAddr stage) const {
-        return stage + STAGE == stages_end ? stages : stage + STAGE;
+        return stage + STAGE == stages + STAGES_BYTES ? stages : stage + STAGE;
+    }
+    // The first tile will be `part.first`. No loads are in flight.
+    __device__ __forceinline__ void begin(const SplitPart& part) {
+        write_stage = read_stage = stages;
+        update_address(part, part.first);
     }
     __device__ __forceinline__ void advance() { read_stage = next_stage(read_stage); }
-    __device__ __forceinline__ void update_address(int j) {
-        const int n0 = j * BLOCK_N;
-        if (j < end) next = seqlen.key_address(ADDRESSED == 1 ? min(n0 + lane, seqlen.Sk - 1) : n0);
-        if (TWO_PAGES && j < end) next_half = seqlen.key_address(min(n0 + ADDRESSED, seqlen.Sk - 1));
+    __device__ __forceinline__ void update_address(const SplitPart& part, int j) {
+        const int n0 = j * BLOCK_N, last = part.seqlen.Sk - 1;
+        if (j < part.end) next = part.seqlen.key_address(ADDRESSED == 1 ? min(n0 + static_cast<int>(lane), last) : n0);
+        if (TWO_PAGES && j < part.end) next_half = part.seqlen.key_address(min(n0 + ADDRESSED, last));
     }
     template <class TileRows, int WIDTH, class T>
     __device__ __forceinline__ void load_tile(SmemAddr tile, const View<const T>& tensor, int valid_rows) const {
@@ -136,27 +172,28 @@ struct KeyPipeline {
                                        valid_rows - ADDRESSED, lane);
     }
     // Loads key tile j, and reads the address of the warp's next tile.
-    __device__ __forceinline__ void load(int j) {
-        if (j < end) {
-            const int valid_rows = seqlen.Sk - j * BLOCK_N;
+    __device__ __forceinline__ void load(const SplitPart& part, int j) {
+        if (j < part.end) {
+            const int valid_rows = part.seqlen.Sk - j * BLOCK_N;
             load_tile<KTile, HEAD_DIM>(write_stage, K, valid_rows);
             load_tile<VTile, HEAD_DIM_V>(write_stage + K_BYTES, V, valid_rows);
         }
         cp_async_commit();
         write_stage = next_stage(write_stage);
-        update_address(j + WARPS);
+        update_address(part, j + WARPS);
     }
 };
 
-// Loads the packed rows row0 .. rows_end - 1 of Q with all threads, 16 bytes each.
-__device__ __forceinline__ void load_Q(SmemAddr Q_smem, const View<const dtype>& Q, const SeqlenInfo& seqlen,
-                                       int kv_head, int group, int row0, int rows_end) {
+// Loads the rows of Q with all threads, 16 bytes each.
+__device__ __forceinline__ void load_Q(SmemAddr Q_smem, const View<const dtype>& Q, const SplitPart& part, int kv_head,
+                                       int group) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < BLOCK_M * static_cast<int>(QTile::CHUNKS); i += THREADS) {
         const int r = i / QTile::CHUNKS, chunk = i % QTile::CHUNKS;
-        const bool there = row0 + r < rows_end && chunk * Q_CHUNK < HEAD_DIM;
-        const PackedRow row(there ? row0 + r : row0, kv_head, group);
-        cp_async_16(Q_smem + QTile::at(r, chunk), seqlen.query(Q, row.h, row.i) + (there ? chunk * Q_CHUNK : 0), there);
+        const bool there = part.row0 + r < part.rows_end && chunk * Q_CHUNK < HEAD_DIM;
+        const PackedRow row(part.row0 + (there ? r : 0), kv_head, group);
+        cp_async_16(Q_smem + QTile::at(r, chunk), part.seqlen.query(Q, row.h, row.i) + (there ? chunk * Q_CHUNK : 0),
+                    there);
     }
     cp_async_commit();
 }
@@ -223,18 +260,6 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
-// The key tiles of a block: an equal part of those that the row tile sees.
-__device__ __forceinline__ Range tiles_of_block(const Split& split, int begin, int key_tiles) {
-    const int blocks = split.splits * CLUSTER, tiles_per_block = (key_tiles + blocks - 1) / blocks;
-    const int first = min((split.split * CLUSTER + static_cast<int>(cluster_cta_rank())) * tiles_per_block, key_tiles);
-    return {begin + first, begin + min(first + tiles_per_block, key_tiles)};
-}
-// With stream-K: those of the split's rounds that the row tile sees.
-__device__ __forceinline__ Range tiles_of_rounds(const Head& head, Range rounds, Range seen) {
-    const int origin = head.keys(0, head.Sq).begin / BLOCK_N;
-    return {max(origin + rounds.begin * WARPS, seen.begin), min(origin + rounds.end * WARPS, seen.end)};
-}
-
 // Windows with a left bound, float8 and short sequences spill 4 to 12 bytes with ptxas's own register limit: one block
 // per SM raises it.
 extern "C" __global__ __launch_bounds__(THREADS, BLOCK_M == 8 && HEAD_DIM <= 128                          ? 4
@@ -255,70 +280,73 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
     griddepcontrol_launch_dependents();
     const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int kv_head = blockIdx.y, z = blockIdx.z;
+    const SmemAddr base = smem_address(smem), ring = base + RINGS_AT + warp * RING;
+    const KOffsets K_offsets = row_offsets<KOffsets>(lane);
+    const VOffsets V_offsets = transposed_offsets<VOffsets>(lane);
+    KeyPipeline pipeline(K, V, kv_head, lane, ring);
+
     StreamScheduler scheduler(score, DYNAMIC_SPLITS ? entries : 0, splits);
-    Split split = DYNAMIC_SPLITS ? scheduler.first(z) : Split{z / splits, z % splits, splits, z / splits * splits};
-#pragma unroll 1
-    for (; !split.invalid(); split = DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none()) {
-        const RowTile tile = row_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
-        if (RAGGED && tile.invalid()) continue;
-        cluster_arrive();
-        const SeqlenInfo seqlen(score, tile.b);
-        const int row0 = tile.row0, rows_end = min(row0 + BLOCK_M, seqlen.Sq * group);  // of packed rows
-        const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;                   // their queries
-
-        // The visible key tiles are divided evenly among the blocks of all splits; the warps of a block take turns.
-        const Head head0(seqlen, kv_head * group);
-        const Range keys = head0.keys(i0, i1), visible_to_all = head0.fully_visible_keys(i0, i1);
-        const int begin = keys.begin / BLOCK_N, key_tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
-        const Range tiles = DYNAMIC_SPLITS ? tiles_of_rounds(head0, split.rounds, Range{begin, begin + key_tiles})
-                                           : tiles_of_block(split, begin, key_tiles);
-        const int first = tiles.begin + warp, end = tiles.end;
-
-        const SmemAddr Q_smem = smem_address(smem);
-        char* const ring = smem + RINGS_AT + warp * RING;
-        KeyPipeline pipeline(K, V, seqlen, kv_head, end, lane, smem_address(ring));
+    const auto row_tile_of = [&](const Split& split) {
+        return row_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
+    };
+    const auto skip_without_rows = [&](Split split) {
+        while (RAGGED && !split.invalid() && row_tile_of(split).invalid())
+            split = DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none();
+        return split;
+    };
+    // Loads Q and the first key tiles.
+    const auto start = [&](const SplitPart& part, SmemAddr Q_smem) {
         TIMELINE(load_Q);
-        pipeline.update_address(first);  // first: the page number arrives while Q is being loaded
-        load_Q(Q_smem, Q, seqlen, kv_head, group, row0, rows_end);
+        pipeline.begin(part);  // first: the page number arrives while Q is being loaded
+        load_Q(Q_smem, Q, part, kv_head, group);
 #pragma unroll 1
-        for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(first + stage * WARPS);
+        for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(part, part.first + stage * WARPS);
+    };
+    Split split = skip_without_rows(DYNAMIC_SPLITS ? scheduler.first(z)
+                                                   : Split{z / splits, z % splits, splits, z / splits * splits});
+    if (EARLY_START && !split.invalid()) start(SplitPart(score, split, row_tile_of(split), kv_head, group, warp), base);
+#pragma unroll 1
+    for (unsigned Q_at = 0; !split.invalid(); Q_at = EARLY_START ? Q_BYTES - Q_at : 0) {
+        const SplitPart part(score, split, row_tile_of(split), kv_head, group, warp);
+        cluster_arrive();
+        if (!EARLY_START) start(part, base);
         TIMELINE(wait_Q);
         cp_async_wait<STAGES - 1>();
-        __syncthreads();  // Q is complete
-        float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
-        const QueryFactors factors(smem, sums, warp, lane);
-
-        Queries queries(Q_smem, lane);
-        const KOffsets K_offsets = row_offsets<KOffsets>(lane);
-        const VOffsets V_offsets = transposed_offsets<VOffsets>(lane);
+        __syncthreads();  // Q is complete; the results of the previous split have been read
+        const QueryFactors factors(smem + Q_at, reinterpret_cast<float2*>(smem + SUMS_AT), warp, lane);
+        Queries queries(base + Q_at, lane);
         Softmax state;
         state.reset();
 #pragma unroll 1
-        for (int j = first; j < end; j += WARPS, pipeline.advance()) {
+        for (int j = part.first; j < part.end; j += WARPS, pipeline.advance()) {
             TIMELINE(load);
-            pipeline.load(j + (STAGES - 1) * WARPS);
+            pipeline.load(part, j + (STAGES - 1) * WARPS);
             TIMELINE(wait_load);
             cp_async_wait<STAGES - 1>();
             __syncwarp();  // all lanes' loads of tile j are complete
-            const bool masked = j * BLOCK_N < visible_to_all.begin || (j + 1) * BLOCK_N > visible_to_all.end;
-            process_tile(state, seqlen, row0, kv_head, group, j * BLOCK_N, masked, pipeline.read_stage, queries,
-                         factors, K_offsets, V_offsets);
+            const bool masked = j * BLOCK_N < part.visible_to_all.begin || (j + 1) * BLOCK_N > part.visible_to_all.end;
+            process_tile(state, part.seqlen, part.row0, kv_head, group, j * BLOCK_N, masked, pipeline.read_stage,
+                         queries, factors, K_offsets, V_offsets);
             __syncwarp();  // all lanes have read the stage before it is loaded again
         }
         cp_async_wait<0>();
+        const Split next = skip_without_rows(DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none());
+        if (EARLY_START && !next.invalid())
+            start(SplitPart(score, next, row_tile_of(next), kv_head, group, warp), base + Q_BYTES - Q_at);
 
-        float* const O_warp = reinterpret_cast<float*>(ring);
+        const WarpResult result{smem, warp};
         if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
-            store_partial_non_finite(Q, K, V, score, tile.b, row0, kv_head, group, first, end, O_warp,
-                                     sums + warp * BLOCK_M);
-        else store_warp_result(state, O_warp, sums + warp * BLOCK_M);
+            store_partial_non_finite(Q, K, V, score, row_tile_of(split).b, part.row0, kv_head, group, part.first,
+                                     part.end, result);
+        else result.store(state);
         TIMELINE(wait_warps);
         __syncthreads();  // the results of all warps are in shared memory
 
         cluster_wait();
         const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : gridDim.z,
                              static_cast<long long>(H) * Partials::rows_per_head(score), split);
-        const Combine combine{O, LSE, parts, split, seqlen, smem, row0, rows_end - row0, kv_head, group, H};
+        const Combine combine{O,       LSE,   parts, split, part.seqlen, smem, part.row0, part.rows_end - part.row0,
+                              kv_head, group, H};
         TIMELINE(combine);
         combine.warps();
         TIMELINE(done);  // the blocks of a cluster still combine theirs
@@ -326,7 +354,8 @@ fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DI
             cluster_sync();  // the stores of all blocks of the cluster are visible
             combine.ranks();
         }
-        if (DYNAMIC_SPLITS) __syncthreads();  // shared memory has been read
+        if (DYNAMIC_SPLITS && !EARLY_START) __syncthreads();  // the results have been read
+        split = next;
     }
     wait_for_long_sequences();
 }

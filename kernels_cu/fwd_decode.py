@@ -9,6 +9,7 @@ MAX_DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
 ROUNDS_PER_START = 8  # the start of a block takes as long as so many rounds (fitted to experiment 028)
 MAX_CLUSTER_KEYS = 8192  # most keys for clusters with key_lengths
+COMBINE_LOADS = 8  # splits of a row that a thread of the combine kernel loads at once
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 
@@ -21,10 +22,11 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     """Q; m and l of each warp; each warp's stages of K and V, which O reuses; O, m, l from the other blocks of a
     cluster."""
     K, V = row_bytes(p)
-    stages = t.STAGES * t.BLOCK_N * (K + V)
+    stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
+    early_start = dynamic_splits(p, t) and O_smem <= stage  # two buffers of Q
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
-    Q, O_smem = t.BLOCK_M * K * p.itemsize // p.key_itemsize, 4 * t.BLOCK_M * (V // p.key_itemsize + 4)
-    return Q + t.WARPS * (8 * t.BLOCK_M + max(stages, O_smem)) + dsmem
+    Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
+    return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem
 
 
 def by_entry(p: Problem) -> bool:
@@ -101,8 +103,8 @@ def combine_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     rows = queries(p) if by_entry(p) else p.query_tiles(1)
     if not needs_combine(p, t):
         return 0, p.H, entries(p)
-    if dynamic_splits(p, t) and entries(p) > splits(p, t):
-        return rows, cdiv(p.H, 128 * t.WARPS // p.Dv), splits(p, t)
+    if dynamic_splits(p, t) and splits(p, t) <= COMBINE_LOADS * entries(p):  # a group of Dv / 4 threads per row
+        return rows, cdiv(p.H, 128 * t.WARPS // p.Dv), min(splits(p, t), entries(p))
     return rows, p.H, entries(p)
 
 

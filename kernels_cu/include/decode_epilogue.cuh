@@ -6,34 +6,50 @@
 
 using Softmax = TransposedSoftmax;  // of one warp, all rows
 
-// Stores the warp's results in shared memory: O [BLOCK_M][O_PITCH], m and l.
-__device__ __forceinline__ void store_warp_result(const Softmax& state, float* O_smem, float2* sums) {
-    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+// The results of a warp in shared memory: O [BLOCK_M][DV_PAD] in fp32; m and l.
+struct WarpResult {
+    char* const smem;
+    const unsigned warp;
+
+    // Four columns of O. The order of each four groups depends on the row: rows 0, 2, 4 and 6, which a warp stores at
+    // the same time, are in different banks.
+    __device__ __forceinline__ float4& O(int r, int quad) const {
+        float4* const row = reinterpret_cast<float4*>(smem + RINGS_AT + warp * RING + O_AT) + r * DV_PAD / 4;
+        return row[quad ^ r / 2 % 4];
+    }
+    __device__ __forceinline__ float& O_element(int r, int column) const {
+        return reinterpret_cast<float*>(&O(r, column / 4))[column % 4];
+    }
+    __device__ __forceinline__ float2& sums(int r) const {
+        return reinterpret_cast<float2*>(smem + SUMS_AT)[warp * BLOCK_M + r];
+    }
+    __device__ __forceinline__ void store(const Softmax& state) const {
+        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const int rt = i / 2, r = i % 2, row = 8 * rt + 2 * q + r;
-        const float l = column_sum(state.l[rt][r]);
-        if (g == 0) sums[row] = make_float2(state.m[rt][r], l);
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+            const int rt = i / 2, r = i % 2, row = 8 * rt + 2 * q + r;
+            const float l = column_sum(state.l[rt][r]);
+            if (g == 0) sums(row) = make_float2(state.m[rt][r], l);
 #pragma unroll
-        for (int dt = 0; dt < V_TILES; ++dt) {
-            const float low = state.O[dt][rt][r], high = state.O[dt][rt][r + 2];
-            float* const to = O_smem + row * O_PITCH + 16 * dt;
-            if (FLOAT8_KEYS) *reinterpret_cast<float2*>(to + 2 * g) = make_float2(low, high);
-            else to[g] = low, to[8 + g] = high;
+            for (int dt = 0; dt < V_TILES; ++dt) {
+                const float low = state.O[dt][rt][r], high = state.O[dt][rt][r + 2];
+                if (FLOAT8_KEYS) *reinterpret_cast<float2*>(&O_element(row, 16 * dt + 2 * g)) = make_float2(low, high);
+                else O_element(row, 16 * dt + g) = low, O_element(row, 16 * dt + 8 + g) = high;
+            }
         }
     }
-}
+};
 
 // The non-finite fallback of the warp's results, row by row.
 __device__ __noinline__ void store_partial_non_finite(const View<const dtype>& Q, const View<const dtype_k>& K,
                                                       const View<const dtype_v>& V, const Score& score, int b, int row0,
-                                                      int kv_head, int group, int first, int end, float* O_smem,
-                                                      float2* sums) {
+                                                      int kv_head, int group, int first, int end, WarpResult result) {
     const SeqlenInfo seqlen(score, b);
     for (int r = 0; r < BLOCK_M; ++r) {
         const PackedRow row(row0 + r, kv_head, group);
-        const float2 sum = partial_non_finite(Q, K, V, seqlen, row, kv_head, first, end, O_smem + r * O_PITCH);
-        if (threadIdx.x % 32 == 0) sums[r] = sum;
+        const float2 sum = partial_non_finite(Q, K, V, seqlen, row, kv_head, first, end,
+                                              [&](int d) -> float& { return result.O_element(r, d); });
+        if (threadIdx.x % 32 == 0) result.sums(r) = sum;
     }
 }
 
@@ -54,9 +70,7 @@ struct Combine {
         return reinterpret_cast<float2*>(O_dsmem() + (CLUSTER - 1) * BLOCK_M * RANK_QUADS);
     }
     static __device__ __forceinline__ int slot(int from, int owner) { return from < owner ? from : from - 1; }
-    __device__ __forceinline__ float4& O_of_warp(int w, int r, int quad) const {
-        return *reinterpret_cast<float4*>(smem + RINGS_AT + w * RING + (r * O_PITCH + 4 * quad) * 4);
-    }
+    __device__ __forceinline__ WarpResult of_warp(int w) const { return {smem, static_cast<unsigned>(w)}; }
     // The sums of this block's own part, where Q was.
     __device__ __forceinline__ float2& own_sums(int r) const { return reinterpret_cast<float2*>(smem)[r]; }
     __device__ __forceinline__ void store(const PackedRow& row, const Head& head, int quad,
@@ -73,7 +87,7 @@ struct Combine {
         const int rank = cluster_cta_rank(), owner = quad / RANK_QUADS, rank_quad = quad - owner * RANK_QUADS;
         const float2 sums = make_float2(sum.m, sum.l);
         if (owner == rank) {
-            O_of_warp(0, r, quad) = sum.O;
+            of_warp(0).O(r, quad) = sum.O;
             if (rank_quad == 0) own_sums(r) = sums;
         } else {
             const int to = slot(rank, owner) * BLOCK_M + r;
@@ -85,7 +99,6 @@ struct Combine {
     // A thread combines four columns of a row, or eight if BLOCK_M = 32.
     __device__ __forceinline__ void warps() const {
         constexpr int QUADS_PER_THREAD = BLOCK_M > 16 ? 2 : 1;
-        const float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
 #pragma unroll 1
         for (int i = threadIdx.x * QUADS_PER_THREAD; i < valid_rows * QUADS; i += QUADS_PER_THREAD * THREADS) {
             const int r = i / QUADS;
@@ -93,12 +106,12 @@ struct Combine {
             const Head head(seqlen, row.h);
             float2 sums_of_warps[WARPS];
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) sums_of_warps[w] = sums[w * BLOCK_M + r];
+            for (int w = 0; w < WARPS; ++w) sums_of_warps[w] = of_warp(w).sums(r);
 #pragma unroll
             for (int quad = i % QUADS; quad < i % QUADS + QUADS_PER_THREAD; ++quad) {
                 float4 O_of_warps[WARPS];
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) O_of_warps[w] = O_of_warp(w, r, quad);
+                for (int w = 0; w < WARPS; ++w) O_of_warps[w] = of_warp(w).O(r, quad);
                 CombinedRow sum;
                 sum.add(sums_of_warps, O_of_warps, head.softmax_scale * Head::LOG2E);
                 if (CLUSTER == 1) store(row, head, quad, sum);
@@ -123,7 +136,7 @@ struct Combine {
                 const int at = slot(from, rank) * BLOCK_M + r;
                 sums_of_ranks[from] = from == rank ? own_sums(r) : sums_dsmem()[at];
                 O_of_ranks[from] =
-                    from == rank ? O_of_warp(0, r, first_quad + rank_quad) : O_dsmem()[at * RANK_QUADS + rank_quad];
+                    from == rank ? of_warp(0).O(r, first_quad + rank_quad) : O_dsmem()[at * RANK_QUADS + rank_quad];
             }
             CombinedRow sum;
             sum.add(sums_of_ranks, O_of_ranks, head.softmax_scale * Head::LOG2E);

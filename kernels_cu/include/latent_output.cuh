@@ -157,8 +157,8 @@ struct OutputWarpgroup {
         for (int r = 4 * HALF + warp; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
             const PackedRow row = tile.row(r);
             const Head head(tile.seqlen, row.h);
-            const float2 stats =
-                partial_non_finite(Q, K, V, tile.seqlen, row, tile.kv_head, tile.first, tile.first + tile.tiles, O_row);
+            const float2 stats = partial_non_finite(Q, K, V, tile.seqlen, row, tile.kv_head, tile.first,
+                                                    tile.first + tile.tiles, [&](int d) -> float& { return O_row[d]; });
             CombinedRow sum;
             sum.m = stats.x, sum.l = stats.y;
             __syncwarp();  // the row is complete

@@ -11,16 +11,18 @@ struct PackedRow {
 };
 
 // The non-finite fallback (non_finite.cuh) of one packed row: a warp computes its partial result again, from visible
-// keys only: those of key tiles `first`, `first` + WARPS, ... before `end`. Writes O, not divided by l; returns m and
-// l.
+// keys only: those of key tiles `first`, `first` + WARPS, ... before `end`. Writes O, not divided by l, to O(column);
+// returns m and l.
+template <class Columns>
 __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q, const View<const dtype_k>& K,
                                                      const View<const dtype_v>& V, const SeqlenInfo& seqlen,
-                                                     const PackedRow& row, int kv_head, int first, int end, float* O) {
+                                                     const PackedRow& row, int kv_head, int first, int end,
+                                                     const Columns& O) {
     const int lane = threadIdx.x % 32;
     const Head head(seqlen, row.h);
     const float scale_log2 = head.softmax_scale * Head::LOG2E;
     float m = -INF, l = 0.0f;
-    for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = 0.0f;
+    for (int d = lane; d < HEAD_DIM_V; d += 32) O(d) = 0.0f;
     for (int n = 0; row.i < head.Sq && first + n / BLOCK_N * WARPS < end; ++n) {
         const int j = (first + n / BLOCK_N * WARPS) * BLOCK_N + n % BLOCK_N;
         if (!head.visible(row.i, j)) continue;
@@ -31,7 +33,7 @@ __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q,
         const float alpha = rescale_factor(m, m_new, scale_log2),
                     p = ex2((s - (m_new == -INF ? 0.0f : m_new)) * scale_log2);
         const float kept = head.keep(row.i, j) ? p : 0.0f;
-        for (int d = lane; d < HEAD_DIM_V; d += 32) O[d] = alpha * O[d] + kept * to_float(head.key(V, kv_head, j)[d]);
+        for (int d = lane; d < HEAD_DIM_V; d += 32) O(d) = alpha * O(d) + kept * to_float(head.key(V, kv_head, j)[d]);
         l = alpha * l + p;
         m = m_new;
     }
@@ -54,9 +56,10 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
 // Combines the partial results of all splits, in a fixed order. Groups of HEAD_DIM_V / 4 threads have LOADS_AHEAD loads
 // in flight.
 //
-// One block per row and entry: a group merges every GROUPS-th split; then the first group merges the groups' sums. With
-// stream-K and more entries than blocks, only the entries inside which a block begins have several splits, and few: one
-// block per GROUPS heads of such an entry, and one group per row (B256, 1024 keys: 17 us less).
+// With many splits, one block per row and entry: a group merges every GROUPS-th split; then the first group merges the
+// groups' sums. With stream-K and few splits (`by_row`; also in fwd_decode.py), a group merges those of a row, and a
+// block GROUPS heads. With more entries than blocks, only the entries inside which a block begins have several splits
+// (B256, 1024 keys: 17 us less).
 template <class Scheduler>
 __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
                                                int entries, const Score& score) {
@@ -64,9 +67,10 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     static_assert(GROUPS >= 1, "one thread per four columns");
     __shared__ float4 O_smem[LOADS_AHEAD][THREADS];  // private to each thread until the groups' sums are merged
     __shared__ float2 sums_smem[GROUPS];
-    const bool by_block = DYNAMIC_SPLITS && entries > splits;
+    const bool by_row = Scheduler::STREAM && DYNAMIC_SPLITS && splits <= LOADS_AHEAD * entries,
+               by_block = by_row && entries > splits;
     const int z = blockIdx.z, group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS,
-              h = by_block ? blockIdx.y * GROUPS + group : blockIdx.y;
+              h = by_row ? blockIdx.y * GROUPS + group : blockIdx.y;
     if (SHORT_SEQUENCES && !by_block && row_tile<1>(score, blockIdx.x, z).invalid())
         return end_after_previous_entry_point();
     const Split first_split = by_block         ? Scheduler(score, entries, splits).first_split_before(z)
@@ -85,9 +89,9 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
     const float scale_log2 = head.softmax_scale * Head::LOG2E;
 
     CombinedRow group_sum;
-    const int step = by_block ? 1 : GROUPS, splits_end = own ? first_split.splits : 0;
+    const int step = by_row ? 1 : GROUPS, splits_end = own ? first_split.splits : 0;
 #pragma unroll 1
-    for (int first = by_block ? 0 : group; first < splits_end; first += LOADS_AHEAD * step) {
+    for (int first = by_row ? 0 : group; first < splits_end; first += LOADS_AHEAD * step) {
         float2 sums[LOADS_AHEAD];
         float4 O_part[LOADS_AHEAD];
 #pragma unroll
@@ -104,7 +108,7 @@ __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LS
         for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
         group_sum.add(sums, O_part, scale_log2);
     }
-    if (by_block) {
+    if (by_row) {
         if (own) store_row(O, LSE, head, h, tile.row0, number, quad, group_sum);
         return;
     }

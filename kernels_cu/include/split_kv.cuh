@@ -93,6 +93,7 @@ struct RoundsOfEntries {
 // Assigns blocks to batch entries in proportion to their keys: no block has more than max_rounds. At least one block
 // per entry with queries, and at most splits + entries in total. A warp collective.
 struct SplitScheduler : RoundsOfEntries {
+    static constexpr bool STREAM = false;
     int max_rounds;
 
     __device__ __forceinline__ SplitScheduler(const Score& score, int entries, int splits)
@@ -119,6 +120,7 @@ struct SplitScheduler : RoundsOfEntries {
 // may have the last rounds of one entry, all rounds of others, and the first ones of another. Each part of an entry is
 // a split; part of block i and entry b is number i + b of all.
 struct StreamScheduler : RoundsOfEntries {
+    static constexpr bool STREAM = true;
     int per_block;              // rounds
     int before = 0, count = 0;  // rounds of the entries before the current one, and its own
 
