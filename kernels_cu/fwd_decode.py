@@ -8,7 +8,8 @@ MAX_BLOCKS = 65535  # gridDim.z
 MAX_DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
 ROUNDS_PER_START = 8  # the start of a block takes as long as so many rounds (fitted to experiment 028)
-MAX_CLUSTER_KEYS = 8192  # most keys for clusters with key_lengths
+MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths
+STREAM_WAVES = 1
 COMBINE_LOADS = 8  # splits of a row that a thread of the combine kernel loads at once
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
@@ -76,7 +77,7 @@ def splits(p: Problem, t: Tile) -> int:
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     limit = max(1, rounds // (t.STAGES - 1))  # per entry
     if dynamic_splits(p, t):
-        return max(1, min(p.B * limit, resident_blocks(p, t) // max(tiles, 1)))
+        return max(1, min(p.B * limit, STREAM_WAVES * resident_blocks(p, t) // max(tiles, 1)))
     row_tiles_of_all = tiles * entries(p)
 
     def cost(n: int) -> int:

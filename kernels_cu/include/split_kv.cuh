@@ -55,15 +55,16 @@ struct RoundsOfEntries {
         const int begin = keys.begin / BLOCK_N * BLOCK_N, end = max(keys.end, begin);
         return max((end - begin + BLOCK_N * WARPS - 1) / (BLOCK_N * WARPS), 1);
     }
-    // The sum over entries 0 .. last - 1. A warp collective.
-    __device__ __forceinline__ int sum(int last) const {
+    // The sum of count_of(b) over entries 0 .. last - 1. A warp collective.
+    template <class Count>
+    __device__ __forceinline__ int sum(int last, const Count& count_of) const {
         int found = 0;
 #pragma unroll 8
-        for (int b = lane; b < last; b += 32) found += rounds(b);
+        for (int b = lane; b < last; b += 32) found += count_of(b);
         return __reduce_add_sync(0xffffffffu, found);
     }
-    // The first entry up to whose end there are more than `limit`, and the sum before it; entry -1 if there is none. A
-    // warp collective. count(b): what is added up.
+    // The first entry up to whose end the sum of count_of(b) is more than `limit`, the sum before it, and its own
+    // count; entry -1 if there is none. A warp collective.
     struct Found {
         int b, before, count;
     };
@@ -97,7 +98,10 @@ struct SplitScheduler : RoundsOfEntries {
     int max_rounds;
 
     __device__ __forceinline__ SplitScheduler(const Score& score, int entries, int splits)
-        : RoundsOfEntries(score, entries), max_rounds(max((sum(entries) + splits - 1) / splits, 1)) {}
+        : RoundsOfEntries(score, entries) {
+        const int all = sum(entries, [&](int b) { return rounds(b); });
+        max_rounds = max((all + splits - 1) / splits, 1);
+    }
     __device__ __forceinline__ int blocks(int b) const { return (rounds(b) + max_rounds - 1) / max_rounds; }
 
     // The split of block `number`; invalid if the grid has more blocks than splits.
@@ -109,53 +113,65 @@ struct SplitScheduler : RoundsOfEntries {
     __device__ __forceinline__ Split first_split_before(int) const { return Split::none(); }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) const {
-        int before = 0;
-#pragma unroll 1
-        for (int other = lane; other < b; other += 32) before += blocks(other);
-        return {b, 0, blocks(b), static_cast<int>(__reduce_add_sync(0xffffffffu, before))};
+        return {b, 0, blocks(b), sum(b, [&](int other) { return blocks(other); })};
     }
 };
 
 // Stream-K: the rounds of all batch entries, one after the other, are divided evenly among the blocks, so that a block
-// may have the last rounds of one entry, all rounds of others, and the first ones of another. Each part of an entry is
-// a split; part of block i and entry b is number i + b of all.
+// may have the last rounds of one entry, all rounds of others, and the first ones of another. START_ROUNDS before those
+// of an entry count for the start and the end of a split, so that blocks with many short entries end when the others
+// do. Each part of an entry is a split; that of block i and entry b is number i + b of all.
 struct StreamScheduler : RoundsOfEntries {
     static constexpr bool STREAM = true;
+    static constexpr int START_ROUNDS = 2;
     int per_block;              // rounds
-    int before = 0, count = 0;  // rounds of the entries before the current one, and its own
+    int before = 0, count = 0;  // rounds before those of the current entry, and its own
 
     __device__ __forceinline__ StreamScheduler(const Score& score, int entries, int blocks)
-        : RoundsOfEntries(score, entries), per_block(max((sum(entries) + blocks - 1) / blocks, 1)) {}
+        : RoundsOfEntries(score, entries), per_block(max((cost_of_first(entries) + blocks - 1) / blocks, 1)) {}
+    __device__ __forceinline__ int cost(int b) const {
+        const int own = rounds(b);
+        return own > 0 ? START_ROUNDS + own : 0;
+    }
+    // The sum over entries 0 .. last - 1. A warp collective.
+    __device__ __forceinline__ int cost_of_first(int last) const {
+        return sum(last, [&](int b) { return cost(b); });
+    }
 
-    // The part of block `block` of entry b.
+    // The part of block `block` of the current entry b; invalid if it has no rounds.
     __device__ __forceinline__ Split part(int b, int block) const {
         const int first = before / per_block, last = (before + count - 1) / per_block,
                   begin = block * per_block - before;
-        return {b, block - first, last - first + 1, first + b, {max(begin, 0), min(begin + per_block, count)}};
+        const Range rounds = {max(begin, 0), min(begin + per_block, count)};
+        return rounds.begin < rounds.end ? Split{b, block - first, last - first + 1, first + b, rounds} : Split::none();
+    }
+    // The entry in which block `block` begins becomes the current one; returns it, or -1. A warp collective.
+    __device__ __forceinline__ int seek(int block) {
+        const Found found = find(block * per_block, [&](int b) { return cost(b); });
+        before = found.before + START_ROUNDS, count = found.count - START_ROUNDS;
+        return found.b;
     }
     // The first split of block `block`, and the one after `split`; invalid if there is none.
     __device__ __forceinline__ Split first(int block) {
-        const Found found = find(block * per_block, [&](int b) { return rounds(b); });
-        before = found.before, count = found.count;
-        return found.b < 0 ? Split::none() : part(found.b, block);
+        const int b = seek(block);
+        return b < 0 ? Split::none() : part(b, block);
     }
     __device__ __forceinline__ Split next(const Split& split, int block) {
-        before += count;
+        before += count + START_ROUNDS;
         for (int b = split.b + 1; b < entries && before < (block + 1) * per_block; ++b)
             if ((count = rounds(b)) > 0) return part(b, block);
         return Split::none();
     }
-    // The first split of the entry in whose inside block `block` begins; invalid if there is none, or if an earlier
-    // block begins in it, too.
+    // The first split of the entry among whose rounds block `block` begins, if no earlier block does; otherwise
+    // invalid.
     __device__ __forceinline__ Split first_split_before(int block) {
-        const Found found = find(block * per_block, [&](int b) { return rounds(b); });
-        before = found.before, count = found.count;
-        const bool first = before < block * per_block && before >= (block - 1) * per_block;
-        return found.b >= 0 && first ? part(found.b, block - 1) : Split::none();
+        const int b = seek(block);
+        const bool inside = b >= 0 && before < block * per_block && before / per_block == block - 1;
+        return inside ? part(b, block - 1) : Split::none();
     }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) {
-        before = sum(b), count = rounds(b);
+        before = cost_of_first(b) + START_ROUNDS, count = rounds(b);
         return part(b, before / per_block);
     }
 };
