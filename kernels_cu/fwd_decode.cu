@@ -8,24 +8,23 @@
 //
 // clang-format off
 //   split 0                               split 1
-//   warp 0  keys   0 .. 15, 64 .. 79, ...        each warp: S = Q K^T, P, O += P V of all BLOCK_M rows, own m and l
+//   warp 0  keys   0 .. 15, 64 .. 79, ...        each warp: S^T = K Q^T, P, O^T += V^T P^T of all rows, own m and l
 //   warp 1  keys  16 .. 31, 80 .. 95, ...        combined in a fixed order: the warps of a block in shared memory,
 //   ...                                          then the splits through `partials` by fwd_decode_combine
 //
+//   key_lengths: stream-K (split_kv.cuh): a block computes splits of several entries, one after the other
 //   cluster: 2 or 4 blocks of a split; each combines a part of the columns, which the others write to its DSMEM
 //
-//   shared memory: Q [BLOCK_M][D_PAD], at the end own m, l of a cluster's block | m, l [WARPS][BLOCK_M][2]
-//                  | warp 0: stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD], stage 1, ... | warp 1 ...
-//                    (at the end O [BLOCK_M][DV_PAD + 8] in fp32 in a warp's stages) | DSMEM: O, m, l of other ranks
+//   shared memory: Q [BLOCK_M][D_PAD], at the end own m, l of a cluster's block; with EARLY_START twice
+//                  | m, l [WARPS][BLOCK_M][2] | warp 0: stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD], stage 1, ...
+//                    (at the end O [BLOCK_M][DV_PAD] in fp32 in a warp's stages) | warp 1 ... | DSMEM: of other ranks
 // clang-format on
 //
 // The address of the next key tile is read while the current one is loaded. If a tile of 32 keys is in two pages, each
 // half has an address; in pages that are no multiple of 16, lane i reads the address of the i-th key. Rescaling is
-// deferred as in fwd_mma. The tensor cores are mostly idle: Q stays in shared memory to save registers.
+// deferred as in fwd_mma. float8: a tile of the same size in bytes has twice as many keys (decode_products.cuh).
 //
-// float8: a tile of the same size in bytes has twice as many keys (mma_operands.cuh).
-//
-// Measurements: experiments/020_decode.
+// Measurements: experiments/020_decode, 028_serving.
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
 #include "combine.cuh"
@@ -260,21 +259,23 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
-// Windows with a left bound, float8 and short sequences spill 4 to 12 bytes with ptxas's own register limit: one block
-// per SM raises it.
-extern "C" __global__ __launch_bounds__(THREADS, BLOCK_M == 8 && HEAD_DIM <= 128                          ? 4
-                                                 : Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1
-                                                                                                          : 0) void
-fwd_decode(const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
-           const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
-           const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
-           const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
-           float* LSE,                                     // (B, H, Sq), contiguous
-           float* partials,                                // Partials of combine.cuh; not used with one split
-           int H,
-           int group,   // H / Hk
-           int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS blocks that share the keys of all entries
-           int entries, const __grid_constant__ Score score) {
+// Up to 8 rows: 16 warps per SM, 128 registers. Otherwise windows with a left bound, float8 and short sequences spill 4
+// to 12 bytes with ptxas's own register limit: one block per SM raises it.
+constexpr int LEAST_BLOCKS = BLOCK_M == 8 && HEAD_DIM <= 128 && !FLOAT8               ? 16 / WARPS
+                             : Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1
+                                                                                      : 0;
+
+extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
+    const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
+    const __grid_constant__ View<const dtype_k> K,  // (B, Hk, Sk, HEAD_DIM), or (pages, Hk, PAGE_SIZE, HEAD_DIM)
+    const __grid_constant__ View<const dtype_v> V,  // the same with HEAD_DIM_V columns
+    const __grid_constant__ View<dtype_o> O,        // (B, H, Sq, HEAD_DIM_V)
+    float* LSE,                                     // (B, H, Sq), contiguous
+    float* partials,                                // Partials of combine.cuh; not used with one split
+    int H,
+    int group,   // H / Hk
+    int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS blocks that share the keys of all entries
+    int entries, const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
     TIMELINE(schedule);
     griddepcontrol_launch_dependents();

@@ -5,13 +5,18 @@ from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsu
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
-MAX_DYNAMIC_WAVES = 4  # waves of blocks if splits are assigned on the device
 SMS = 132  # of the GPU on which tiles were measured
-ROUNDS_PER_START = 8  # the start of a block takes as long as so many rounds (fitted to experiment 028)
 MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths
-STREAM_WAVES = 1
 COMBINE_LOADS = 8  # splits of a row that a thread of the combine kernel loads at once
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
+
+# BLOCK_N, WARPS, STAGES, CLUSTER
+TILES = ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2))  # the latter two for float8
+SMALL_TILES = (  # up to 16 rows
+    (16, 4, 2, 1),  # D >= 128 with 100 KB per SM
+    (16, 4, 2, 2), (16, 4, 2, 4), (16, 8, 2, 1), (16, 8, 3, 2),
+    (32, 4, 3, 1), (16, 4, 5, 1),  # float8; the latter with large D
+)  # fmt: skip
 
 
 def row_bytes(p: Problem) -> tuple[int, int]:
@@ -24,7 +29,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     cluster."""
     K, V = row_bytes(p)
     stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
-    early_start = dynamic_splits(p, t) and O_smem <= stage  # two buffers of Q
+    early_start = stream_k(p, t) and O_smem <= stage  # two buffers of Q
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
     Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
     return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem
@@ -55,8 +60,8 @@ def row_tiles(p: Problem, t: Tile) -> int:
     return cdiv(rows, t.BLOCK_M)
 
 
-def dynamic_splits(p: Problem, t: Tile) -> bool:
-    """Whether the device assigns blocks to batch entries by their key_lengths (SplitScheduler in split_kv.cuh)."""
+def stream_k(p: Problem, t: Tile) -> bool:
+    """Whether the device divides the keys of all batch entries among blocks (StreamScheduler in split_kv.cuh)."""
     return p.key_lengths and by_entry(p) and t.CLUSTER == 1
 
 
@@ -68,16 +73,15 @@ def resident_blocks(p: Problem, t: Tile) -> int:
 
 
 def splits(p: Problem, t: Tile) -> int:
-    """Splits: blocks, or clusters, that share the keys of a row tile; with dynamic splits the sum over batch entries.
+    """Splits: blocks, or clusters, that share the keys of a row tile; with stream-K those of all batch entries.
 
     Minimizes the estimated time in rounds (one key tile per warp): waves times the rounds of a split plus 2 of fixed
-    cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Dynamic splits: as
-    many as make `dynamic_waves` waves.
+    cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Stream-K: one wave.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
     limit = max(1, rounds // (t.STAGES - 1))  # per entry
-    if dynamic_splits(p, t):
-        return max(1, min(p.B * limit, STREAM_WAVES * resident_blocks(p, t) // max(tiles, 1)))
+    if stream_k(p, t):
+        return max(1, min(p.B * limit, resident_blocks(p, t) // max(tiles, 1)))
     row_tiles_of_all = tiles * entries(p)
 
     def cost(n: int) -> int:
@@ -89,8 +93,8 @@ def splits(p: Problem, t: Tile) -> int:
 
 
 def blocks(p: Problem, t: Tile) -> int:
-    """gridDim.z: splits of all batch entries; an upper bound with dynamic splits."""
-    return splits(p, t) * (1 if dynamic_splits(p, t) else entries(p))
+    """gridDim.z: splits of all batch entries, or the blocks that share them."""
+    return splits(p, t) * (1 if stream_k(p, t) else entries(p))
 
 
 def needs_combine(p: Problem, t: Tile) -> bool:
@@ -99,19 +103,19 @@ def needs_combine(p: Problem, t: Tile) -> bool:
 
 
 def combine_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """A block per row (an upper bound for ragged queries), head and entry; with dynamic splits of more entries than
-    blocks, a block per row, some heads, and block of `fwd_decode`, which may begin inside an entry."""
+    """A block per row (an upper bound for ragged queries), head and entry. Few splits with stream-K: per row, heads of
+    a block, and entry, or block of `fwd_decode` if those are fewer (combine_splits in split_epilogue.cuh)."""
     rows = queries(p) if by_entry(p) else p.query_tiles(1)
     if not needs_combine(p, t):
         return 0, p.H, entries(p)
-    if dynamic_splits(p, t) and splits(p, t) <= COMBINE_LOADS * entries(p):  # a group of Dv / 4 threads per row
+    if stream_k(p, t) and splits(p, t) <= COMBINE_LOADS * entries(p):  # a group of Dv / 4 threads per row
         return rows, cdiv(p.H, 128 * t.WARPS // p.Dv), min(splits(p, t), entries(p))
     return rows, p.H, entries(p)
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Floats of scratch memory: O, m and l of every row and split; none is zeroed."""
-    parts = blocks(p, t) + (p.B if dynamic_splits(p, t) else 0)
+    parts = blocks(p, t) + (p.B if stream_k(p, t) else 0)
     return (parts * p.H * queries(p) * (p.Dv + 2) if needs_combine(p, t) else 0), 0
 
 
@@ -140,7 +144,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, key tiles within a page, registers of S and O, clusters."""
     width = row_bytes(p)[1] // p.key_itemsize + t.BLOCK_N
     rules = (
-        (t.BLOCK_M in (8, 16, 32), f"BLOCK_M={t.BLOCK_M} must be 8, 16 or 32: columns of m16n8k16, in one or more pairs"),
+        (t.BLOCK_M in (8, 16, 32), f"BLOCK_M={t.BLOCK_M} must be 8, 16 or 32: columns of m16n8k16"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
             t.BLOCK_N == 16 or in_pages(p, t.BLOCK_N) or (t.BLOCK_N == 32 and in_pages(p, 16)),
@@ -179,14 +183,17 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
     (experiment 020).
 
-    float8 keys, two tiles of 16 rows: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys:
+    float8 keys, more than 16 rows: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys:
     1.17 times as fast). In pages: fewer bytes in flight per warp, so that three blocks run on an SM, and from three
-    waves on clusters of two, except for short rows (experiment 028).
+    waves on clusters of two, with up to 16 rows only of 2048 to MAX_CLUSTER_KEYS keys (experiment 028).
     """
     tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
     many_rows, one_page, wave = queries(p) * p.group > 16, in_pages(p, 32), 3 * SMS  # of small blocks
-    if pages_of_float8(p) and p.B > 1 and (one_page or not many_rows):
-        return (4, 2, 32) if tiles >= wave and sum(row_bytes(p)) >= 256 else (4, 1, 32)
+    if pages_of_float8(p) and p.B > 1:
+        if sum(row_bytes(p)) < 256:
+            return default
+        clusters = tiles >= wave and (many_rows or 2048 <= p.Sk <= MAX_CLUSTER_KEYS)
+        return (4, 2, 32) if clusters else (4, 1, 32)
     if p.kv_dtype and many_rows and one_page and max(p.D, p.Dv) <= 128:
         return 8, 1, 32
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
@@ -222,8 +229,8 @@ def was_timed(p: Problem, t: Tile) -> bool:
         t.BLOCK_M > 16 and p.ragged and p.page_size,
         t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
         t.BLOCK_M > 16 and p.float8_keys and p.D > 128 and p.Dv != p.D,
-        t.BLOCK_N > 16 and (p.mask or p.Dv > 128),
-        t.BLOCK_N > 16 and not in_pages(p, 32) and (t.BLOCK_M > 16 or not pages_of_float8(p)),
+        t.BLOCK_N > 16 and (p.mask or (p.Dv > 128 and (t.BLOCK_M > 16 or not pages_of_float8(p)))),
+        t.BLOCK_N > 16 and not in_pages(p, 32) and not pages_of_float8(p),
         t.BLOCK_N > 16 and t.STAGES == 2 and t.WARPS == 4 and not pages_of_float8(p),
         t.CLUSTER > 1 and hides and p.Dv < 128,
     )
@@ -242,23 +249,14 @@ kernel = Kernel(
     summary="decoding: packed GQA, split-KV, paged keys; memory-bound",
     dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),
-    tiles=(
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),
-        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=3, BLOCKS=132, CLUSTER=2),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=4),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
-        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # D >= 128 with 100 KB per SM
-        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=3, BLOCKS=132, CLUSTER=1),  # float8
-        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),  # pages of float8 keys
-        Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
-        Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1),
-        Tile(BLOCK_M=32, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=2),
-        Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=2, BLOCKS=132, CLUSTER=1),  # float8 keys, 2 to 16 queries
-        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=4, STAGES=5, BLOCKS=132, CLUSTER=1),  # float8 with large D
-        *(Tile(BLOCK_M=8, BLOCK_N=n, WARPS=w, STAGES=s, BLOCKS=132, CLUSTER=c) for n, w, s, c in ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2), (16, 4, 4, 1), (16, 4, 2, 2), (16,4,3,2), (16,4,2,1), (32,4,3,1), (16,4,3,4), (16,4,2,4), (16,8,3,1), (32,8,2,1), (16,8,2,1), (32,4,2,4))),
+    tiles=tuple(
+        Tile(BLOCK_M=rows, BLOCK_N=keys, WARPS=warps, STAGES=stages, BLOCKS=132, CLUSTER=cluster)
+        for rows, tiles in (
+            (8, (*TILES, *SMALL_TILES)),
+            (16, (*TILES, *SMALL_TILES)),
+            (32, (*TILES, (16, 8, 2, 1), (32, 8, 2, 1))),
+        )
+        for keys, warps, stages, cluster in tiles
     ),
     space={
         "BLOCK_M": (8, 16, 32),

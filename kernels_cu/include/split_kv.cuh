@@ -3,8 +3,10 @@
 //
 //   DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).block(z) : ...    split.split of the split.splits of
 //                                                                             entry split.b
+//   StreamScheduler scheduler(score, entries, blocks);                        the splits of a block, one after the
+//   for (auto split = scheduler.first(z); ...; split = scheduler.next(split, z))                               other
 //
-// With key_lengths the host does not know the keys per batch entry. SplitScheduler then assigns blocks on the device in
+// With key_lengths the host does not know the keys per batch entry. The schedulers then assign blocks on the device in
 // proportion to the keys; each warp reads all lengths and computes the assignment itself.
 #pragma once
 #include "score_mod.cuh"
