@@ -77,6 +77,23 @@ def test_ldmatrix(run_cuda, dtype: str) -> None:
     np.testing.assert_array_equal(transposed[:, 2:], fragment_b(matrix[:, 8:]))
 
 
+MOVMATRIX = """
+#include "ptx.cuh"
+extern "C" __global__ void transpose(const unsigned* pairs, unsigned* transposed) {
+    transposed[threadIdx.x] = movmatrix_trans(pairs[threadIdx.x]);
+}
+"""
+
+
+def test_movmatrix(run_cuda, dtype: str) -> None:
+    """An accumulator of 8 keys x 8 queries, packed, becomes a B operand of queries."""
+    matrix = np.arange(64, dtype=np.uint16).view(DTYPES[dtype]).reshape(8, 8)
+    rows, columns = (pairs(x[G, 2 * Q], x[G, 2 * Q + 1]) for x in (matrix, matrix.T))
+    transposed = np.zeros(32, np.uint32)
+    run_cuda(MOVMATRIX, "transpose", rows, transposed, defines=defines(dtype))
+    np.testing.assert_array_equal(transposed, columns)
+
+
 MMA = """
 #include "ptx.cuh"
 extern "C" __global__ void multiply(const unsigned* A, const unsigned* B, float* C) {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from project import SEED
 
 import sandbox
 from sandbox.core import registry
@@ -115,6 +117,18 @@ def test_splits_fill_the_gpu() -> None:
         assert total == (0 if n == 1 else n * p.B)
         assert combine == (n > 1, p.H, p.B)
         assert KERNEL.grid(paged, tile)[2] == (p.B if n == 1 else (n + 1) * p.B)
+
+
+def test_assigned_blocks_fit_the_grid() -> None:
+    """The assignment on the device never exceeds the grid: part of every entry's last block may be empty."""
+    rng, tile = random.Random(SEED), KERNEL.tiles[0]
+    for _ in range(200):
+        B, Sk = rng.randint(1, 200), rng.randint(64, 90000)
+        problem = dataclasses.replace(ABSORBED, B=B, Sk=Sk, key_lengths=True)
+        splits, (_, _, blocks) = KERNEL.numbers["splits"](problem, tile), KERNEL.grid(problem, tile)
+        rounds = [max(1, -(-rng.randint(0, Sk) // tile.BLOCK_N)) for _ in range(B)]
+        most = max(1, -(-sum(rounds) // max(splits, 1)))
+        assert splits == 0 or sum(-(-n // most) for n in rounds) <= blocks, f"SANDBOX_SEED={SEED}: {problem}, {rounds}"
 
 
 def test_selection() -> None:

@@ -356,27 +356,17 @@ def test_twice_as_many_rows_where_they_are_narrow() -> None:
     assert [KERNEL.first_for(p) for p in others] == [True, False, False]
 
 
-def test_assigned_blocks_fit_the_grid() -> None:
-    """The assignment on the device never exceeds the grid: part of every entry's last block may be empty."""
-    rng = random.Random(SEED)
-    (tile, *_) = KERNEL.tiles
-    for _ in range(200):
-        B, Sk = rng.randint(1, 200), rng.randint(0, 9000)
-        problem = Problem(B, 8, 1, Sk, 64, Hk=2, dtype="float16", key_lengths=True)
-        splits, (_, _, blocks) = KERNEL.numbers["splits"](problem, tile), KERNEL.grid(problem, tile)
-        rounds = [-(-rng.randint(0, Sk) // (tile.BLOCK_N * tile.WARPS)) for _ in range(B)]
-        most = max(1, -(-sum(rounds) // splits))
-        assert sum(max(1, -(-n // most)) for n in rounds) <= blocks, f"SANDBOX_SEED={SEED}: {problem}, {rounds}"
-
-
-def test_entries_of_equal_length_need_no_further_wave() -> None:
-    """Dynamic splits of 396 resident blocks with 8 heads: a multiple of the entries if there are two for each, and the
-    more waves, the more rounds a block has."""
+def test_stream_k_has_one_wave() -> None:
+    """As many blocks per key/value head as run at the same time, whatever the number of entries, and fewer if there are
+    fewer rounds. The combine kernel has a block for every entry, or for every block if those are fewer."""
     one = Problem(1, 32, 1, 64, 128, Hk=8, dtype="bfloat16", kv_dtype="float8_e4m3", page_size=64, key_lengths=True)
-    tile = Tile(BLOCK_M=16, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1)
-    of = ((1, 32768), (8, 32768), (32, 4096), (64, 8192), (50, 4096), (128, 2048), (128, 65536), (0, 4096))
-    found = [KERNEL.numbers["splits"](dataclasses.replace(one, B=B, Sk=Sk), tile) for B, Sk in of]
-    assert found == [49, 96, 96, 128, 99, 99, 198, 1]
+    tile = Tile(BLOCK_M=8, BLOCK_N=32, WARPS=4, STAGES=2, BLOCKS=132, CLUSTER=1)
+    of = ((1, 64), (1, 512), (1, 32768), (4, 32768), (32, 4096), (128, 2048), (0, 4096))
+    problems = [dataclasses.replace(one, B=B, Sk=Sk) for B, Sk in of]
+    grids = [(KERNEL.grid(p, tile), KERNEL.then[0].grid(p, tile)) for p in problems]
+    assert [grid for grid, _ in grids] == [(1, 8, n) for n in (1, 4, 49, 49, 49, 49, 1)]
+    one_block_per_row, four_rows = [(0, 32, 1), (1, 8, 1), (1, 32, 1), (1, 32, 4)], [(1, 8, 32), (1, 8, 49), (0, 32, 0)]
+    assert [combine for _, combine in grids] == one_block_per_row + four_rows
 
 
 def test_splits_fill_the_multiprocessors() -> None:
@@ -406,9 +396,9 @@ def test_clusters() -> None:
     for problem in (few, wave_of_two, differ, paged, wave_of_four, fewer, many, rows, long, narrow):
         tile = choose.choose_tile(KERNEL, problem, (9, 0))
         found.append((tile.BLOCK_M, tile.WARPS, tile.STAGES, tile.CLUSTER))
-        assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (16, 4, 3, 1))
-    small = [*[(16, 4, 2, 2)] * 3, *[(16, 4, 2, 4)] * 2]
-    assert found == [(16, 8, 3, 2), *small, (16, 8, 2, 1), (32, 8, 2, 1), *[(16, 4, 3, 1)] * 2]
+        assert all(KERNEL.then[0].grid(problem, tile)) == (found[-1] == (8, 4, 3, 1))
+    small = [*[(8, 4, 2, 2)] * 3, *[(8, 4, 2, 4)] * 2]
+    assert found == [(8, 8, 3, 2), *small, (8, 8, 2, 1), (32, 8, 2, 1), *[(8, 4, 3, 1)] * 2]
     assert choose.choose_tile(KERNEL, few, (8, 0)).CLUSTER == 1
     refused = choose.why_tile_unsupported(KERNEL, few, choose.choose_tile(KERNEL, few, (9, 0)), (8, 9))
     assert refused
