@@ -41,7 +41,7 @@ def table() -> None:
         ladder.write_table(PROJECT / page, "ladder", Path(__file__), ladder.ladder_markdown(shown, against))
     texts = {
         "points": markdown.points_markdown(rows, "fwd_wgmma", ["sdpa-cudnn", "fa4"]),
-        "d64": markdown.points_markdown(read_rows(HERE / "d64.jsonl"), "fwd_wgmma", ["sdpa-cudnn", "fa4"]),
+        "rerun": markdown.points_markdown(read_rows(HERE / "rerun.jsonl"), "fwd_wgmma", ["sdpa-cudnn", "fa4"]),
         "problems": markdown.problems_markdown(read_rows(HERE / "real.jsonl"), ["fwd_wgmma", "sdpa-cudnn", "fa4"]),
     }
     for name, text in texts.items():

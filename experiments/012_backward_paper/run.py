@@ -41,12 +41,12 @@ def bench(*arguments: str) -> None:
 def table() -> None:
     rows = ladder.newest_run(read_rows(HERE / "results.jsonl"))
     ladder.write_table(LADDERS, "backward ladder", Path(__file__), ladder.ladder_markdown(rows, "sdpa-flash"))
-    narrow = read_rows(HERE / "d64.jsonl")
+    narrow = read_rows(HERE / "d64_d128.jsonl")
     points = {
         "points": markdown.points_markdown(rows, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
         "deterministic": markdown.points_markdown(rows, DETERMINISTIC, ["bwd_wgmma"]),
         "rerun": markdown.points_markdown(read_rows(HERE / "rerun.jsonl"), "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
-        "d64": markdown.points_markdown(narrow, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
+        "d64 d128": markdown.points_markdown(narrow, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
         "d64 persistent": markdown.points_markdown(narrow, "bwd_wgmma_persistent", ["sdpa-cudnn", "fa4"]),
     }
     for name, text in points.items():
