@@ -164,7 +164,7 @@ def tiles(given: argparse.Namespace) -> Iterator[str]:
     """Tiles for pages of float8 keys, sequences of random lengths."""
     chosen = [
         Tile(BLOCK_M=rows, BLOCK_N=n, WARPS=warps, STAGES=stages, BLOCKS=132, CLUSTER=cluster)
-        for rows in (16, 32)
+        for rows in (8, 16, 32)
         for n, warps, stages, cluster in ((32, 4, 2, 1), (32, 4, 2, 2), (32, 4, 3, 1), (32, 8, 2, 1), (16, 4, 3, 1))
     ]
     for B, H, Hk, Sq, Sk, D in DECODING:
@@ -172,7 +172,8 @@ def tiles(given: argparse.Namespace) -> Iterator[str]:
             one = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype="bfloat16", page_size=size)
             p = replace(one, causal="bottom-right") if Sq > 1 else one
             bf16 = min(timed(p, given).values(), default=float("nan"))
-            fitting = [t for t in chosen if 16 * (1 + (Sq * H // Hk > 16)) == t.BLOCK_M]
+            fewest = next(rows for rows in (8, 16, 32) if Sq * H // Hk <= rows)
+            fitting = [t for t in chosen if t.BLOCK_M == fewest]
             found = timed(replace(p, kv_dtype="float8_e4m3"), given, ["fwd_decode"], tiles=fitting)
             listed = ", ".join(
                 f"{name.partition(' ')[2]} {t:.1f}" for name, t in sorted(found.items(), key=itemgetter(1))
