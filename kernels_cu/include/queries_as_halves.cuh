@@ -1,6 +1,5 @@
-// bfloat16 queries over float8 keys become halves: then two elements of a key take one conversion instead of four, and
-// fwd_decode has 151 to 160 registers instead of 171 to 180: three blocks run on an SM (up to 3% less time; experiment
-// 028).
+// bfloat16 queries over float8 keys become halves: then two elements of a key take one conversion instead of four
+// (experiment 028).
 //
 // Each row is multiplied by a power of two, so that its largest element is in [2^14, 2^15). Elements of at least 2^-31
 // of the largest are exact; the error of the others is at most 2^-39 of it. Scores are multiplied by the reciprocal.
