@@ -56,7 +56,8 @@ constexpr unsigned DSMEM_BYTES = (CLUSTER - 1) * BLOCK_M * (16 * RANK_QUADS + 8)
 // In pages, adjacent rows may be of different heads: a 128-byte line then has rows of blocks that run at the same time
 // (D 64, float8 keys: 302 instead of 410 us).
 constexpr bool SHARED_LINES = PAGE_SIZE > 0 && (HEAD_DIM * KEY_BYTES < 128 || HEAD_DIM_V * KEY_BYTES < 128);
-static_assert(BLOCK_M % 8 == 0 && BLOCK_N % 16 == 0 && STAGES >= 2, "a tile consists of whole MMA steps");
+static_assert((BLOCK_M == 8 || BLOCK_M % 16 == 0) && BLOCK_N % 16 == 0 && STAGES >= 2,
+              "a tile consists of whole MMA steps");
 // Keys of a tile that have one address: those in the same page, or each for itself. Without pages: all.
 constexpr int ADDRESSED = PAGE_SIZE % BLOCK_N == 0 ? BLOCK_N : PAGE_SIZE % 16 == 0 ? 16 : 1;
 static_assert(ADDRESSED == BLOCK_N || BLOCK_N <= 32, "two halves with an address, or one lane per key of a tile");
@@ -335,10 +336,11 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         if (EARLY_START && !next.invalid())
             start(SplitPart(score, next, row_tile_of(next), kv_head, group, warp), base + Q_BYTES - Q_at);
 
+        TIMELINE(store);
         const WarpResult result{smem, warp};
         if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
-            store_partial_non_finite(Q, K, V, score, row_tile_of(split).b, part.row0, kv_head, group, part.first,
-                                     part.end, result);
+            store_partial_non_finite(Q, K, V, score, part.seqlen.b, part.row0, kv_head, group, part.first, part.end,
+                                     result);
         else result.store(state);
         TIMELINE(wait_warps);
         __syncthreads();  // the results of all warps are in shared memory
@@ -350,7 +352,6 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
                               kv_head, group, H};
         TIMELINE(combine);
         combine.warps();
-        TIMELINE(done);  // the blocks of a cluster still combine theirs
         if (CLUSTER > 1) {
             cluster_sync();  // the stores of all blocks of the cluster are visible
             combine.ranks();
@@ -358,6 +359,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         if (DYNAMIC_SPLITS && !EARLY_START) __syncthreads();  // the results have been read
         split = next;
     }
+    TIMELINE(done);
     wait_for_long_sequences();
 }
 

@@ -7,7 +7,7 @@ MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
 SMS = 132  # of the GPU on which tiles were measured
 MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths
-COMBINE_LOADS = 8  # splits of a row that a thread of the combine kernel loads at once
+FEW_SPLITS = 8  # of a row, on average: each group of threads of the combine kernel merges those of one head
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 
 # BLOCK_N, WARPS, STAGES, CLUSTER
@@ -25,11 +25,11 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q; m and l of each warp; each warp's stages of K and V, which O reuses; O, m, l from the other blocks of a
-    cluster."""
+    """Q, twice if the loads of the next split start early; m and l of each warp; each warp's stages of K and V, which O
+    reuses; O, m, l from the other blocks of a cluster."""
     K, V = row_bytes(p)
     stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
-    early_start = stream_k(p, t) and O_smem <= stage  # two buffers of Q
+    early_start = stream_k(p, t) and O_smem <= stage
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
     Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
     return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem
@@ -103,12 +103,12 @@ def needs_combine(p: Problem, t: Tile) -> bool:
 
 
 def combine_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """A block per row (an upper bound for ragged queries), head and entry. Few splits with stream-K: per row, heads of
-    a block, and entry, or block of `fwd_decode` if those are fewer (combine_splits in split_epilogue.cuh)."""
+    """A block per row (an upper bound for ragged queries), head and entry. Few splits with stream-K: per row, several
+    heads, and entry, or block of `fwd_decode` if those are fewer (SplitCombiner in split_epilogue.cuh)."""
     rows = queries(p) if by_entry(p) else p.query_tiles(1)
     if not needs_combine(p, t):
         return 0, p.H, entries(p)
-    if stream_k(p, t) and splits(p, t) <= COMBINE_LOADS * entries(p):  # a group of Dv / 4 threads per row
+    if stream_k(p, t) and splits(p, t) <= FEW_SPLITS * entries(p):
         return rows, cdiv(p.H, 128 * t.WARPS // p.Dv), min(splits(p, t), entries(p))
     return rows, p.H, entries(p)
 

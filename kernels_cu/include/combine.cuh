@@ -36,7 +36,7 @@ struct Partials {
     float* data;
     long long count, origin;
     int splits;
-    // blocks: splits of all entries; rows: rows per entry, all heads.
+    // blocks: at least the splits of all entries; rows: rows per entry, all heads.
     __device__ __forceinline__ Partials(float* data, int blocks, long long rows, const Split& split)
         : data(data), count(blocks * rows),
           origin((split.before - (OF_SEQUENCE ? 0 : static_cast<long long>(split.b) * split.splits)) * rows),

@@ -11,8 +11,8 @@ struct WarpResult {
     char* const smem;
     const unsigned warp;
 
-    // Four columns of O. The order of each four groups depends on the row: rows 0, 2, 4 and 6, which a warp stores at
-    // the same time, are in different banks.
+    // Four columns of O. The order of each four groups depends on the row, so that of rows 0, 2, 4 and 6, which a warp
+    // stores at the same time, only two are in the same banks.
     __device__ __forceinline__ float4& O(int r, int quad) const {
         float4* const row = reinterpret_cast<float4*>(smem + RINGS_AT + warp * RING + O_AT) + r * DV_PAD / 4;
         return row[quad ^ r / 2 % 4];

@@ -11,6 +11,8 @@
 // float8 keys are converted after the load from shared memory, once for all queries. A register of K has columns
 // 4q .. 4q + 3, which take the places 2q, 2q + 1, 2q + 8 and 2q + 9 of the MMA, in K and in Q: a sum over columns has
 // no order. Queries of bfloat16 are halves then (queries_as_halves.cuh).
+//
+// Included by decode_epilogue.cuh, after the constants of fwd_decode.cu.
 #pragma once
 #include "queries_as_halves.cuh"
 
@@ -63,14 +65,13 @@ __device__ __forceinline__ void multiply_K(float (&S)[ROW_TILES][4], const unsig
 
 // Q of a step, as B operands.
 struct QueryLoader {
-    using QTile = SwizzledRows<D_PAD * sizeof(dtype) / 2>;
     const SmemAddr tile;
-    const FragmentOffsets<D_PAD * sizeof(dtype) / 2> offsets;
+    const FragmentOffsets<Q_COLUMNS> offsets;
     const unsigned in_chunk;
 
     __device__ __forceinline__ QueryLoader(SmemAddr tile, unsigned lane)
         : tile(tile), offsets(first_offsets(lane)), in_chunk(CONVERTS_KEYS ? lane % 2 * 8 : 0) {}
-    static __device__ __forceinline__ FragmentOffsets<D_PAD * sizeof(dtype) / 2> first_offsets(unsigned lane) {
+    static __device__ __forceinline__ FragmentOffsets<Q_COLUMNS> first_offsets(unsigned lane) {
         if (CONVERTS_KEYS) return {lane / 4, lane % 4 / 2};
         return {(ROW_TILES > 1 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2};
     }

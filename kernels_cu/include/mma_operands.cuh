@@ -47,9 +47,9 @@ struct MmaFloat8Keys {
         convert(k1, pairs);
         mma(S, high, pairs);
     }
-    static __device__ __forceinline__ void mma(float (&S)[4], const unsigned (&Q)[4], const unsigned (&K)[2]) {
-        if (HALVES) mma_m16n8k16_halves(S, Q, K[0], K[1]);
-        else mma_m16n8k16(S, Q, K[0], K[1]);
+    static __device__ __forceinline__ void mma(float (&S)[4], const unsigned (&A)[4], const unsigned (&B)[2]) {
+        if (HALVES) mma_m16n8k16_halves(S, A, B[0], B[1]);
+        else mma_m16n8k16(S, A, B[0], B[1]);
     }
 };
 using MmaQK = MmaFloat8Keys<>;

@@ -122,8 +122,8 @@ struct FragmentOffsets<COLUMNS, true> {
 };
 
 // Offsets of this lane in a 16 x 16 block, which begins at chunk `chunk` of a row: of an A operand by ldmatrix_x4, or
-// of a B operand by ldmatrix_x4_trans; and of a transposed B operand by ldmatrix_x4. The latter differ, so that the two
-// registers of a B operand are adjacent (12% faster at D = 128).
+// of a B operand by ldmatrix_x4_trans; and of a transposed B operand by ldmatrix_x4, or a transposed A operand by
+// ldmatrix_x4_trans. The latter differ, so that the two registers of a B operand are adjacent (12% faster at D = 128).
 template <class Offsets>
 __device__ __forceinline__ Offsets row_offsets(unsigned lane, unsigned chunk = 0) {
     return {lane % 16, chunk + lane / 16};

@@ -20,6 +20,18 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
+// The same over the eight lanes at a distance of 4 that share a column of an accumulator (ptx.cuh).
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+
 // Reduces x over a block of `threads` threads, a multiple of 32, with `reduce`, which does so over the lanes of a warp.
 // partial: 32 floats of shared memory. identity: of the reduction.
 template <int threads, class Reduce>

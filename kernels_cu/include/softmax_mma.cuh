@@ -8,8 +8,6 @@
 #include "score_mod.cuh"
 #include "softmax_rows.cuh"
 
-constexpr float RESCALE_THRESHOLD = 8.0f;  // P stays below 2^8, which fp16 can represent
-
 // Score modification and mask of the lane's scores of one row, query row i + row_offset; j: key of its first score.
 // masked: some may be hidden. Returns the largest of them and `lane_max`.
 template <int N_TILES>

@@ -7,7 +7,7 @@
 // for any m, because O and l have the same factor. m is raised if a limit is exceeded:
 //
 //   softmax_mma.cuh     before exp2: a score exceeds m by more than RESCALE_THRESHOLD / scale_log2. If no score does,
-//                       P <= 2^RESCALE_THRESHOLD
+//                       P <= 2^RESCALE_THRESHOLD; softmax_transposed.cuh, too
 //   softmax.cuh         after exp2: a thread's sum of P exceeds P_SUM_LIMIT. No maximum of the tile is needed
 //   fwd_decode_wgmma    after exp2: an element of P exceeds P_LIMIT. No sum of the tile is needed
 //
@@ -16,6 +16,7 @@
 #pragma once
 #include "score_mod.cuh"
 
+constexpr float RESCALE_THRESHOLD = 8.0f;  // P stays below 2^8, which fp16 can represent
 constexpr float MAX_SHIFT = 3e38f;  // upper limit of -m * scale_log2, for m = -INF: finite, near the largest float
 
 // alpha: the factor that rescales l and O from the maximum m_old to m_new.

@@ -4,22 +4,8 @@
 #include "decode_products.cuh"
 #include "softmax_rows.cuh"
 
-constexpr float RESCALE_THRESHOLD = 8.0f;  // P stays below 2^8, which fp16 can represent
-
 // A number for each row of a lane: [row tile][0: row 2q, 1: row 2q + 1].
 using LaneRows = float[ROW_TILES][2];
-
-// The maximum, or sum, over the eight lanes that have a row.
-__device__ __forceinline__ float column_max(float x) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-    return x;
-}
-__device__ __forceinline__ float column_sum(float x) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-    return x;
-}
 
 // O, m and l of a warp's rows.
 struct TransposedSoftmax {

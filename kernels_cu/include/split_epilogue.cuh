@@ -53,74 +53,108 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
     if (quad == 0) LSE[number] = final_row.lse;
 }
 
-// Combines the partial results of all splits, in a fixed order. Groups of HEAD_DIM_V / 4 threads have LOADS_AHEAD loads
-// in flight.
-//
-// With many splits, one block per row and entry: a group merges every GROUPS-th split; then the first group merges the
-// groups' sums. With stream-K and few splits (`by_row`; also in fwd_decode.py), a group merges those of a row, and a
-// block GROUPS heads. With more entries than blocks, only the entries inside which a block begins have several splits
-// (B256, 1024 keys: 17 us less).
+// Combines the partial results of all splits, in a fixed order, by groups of HEAD_DIM_V / 4 threads. By the grid (in
+// the spec), a block has one head of a row, or up to GROUPS. The groups merge the splits of a row together, or, if
+// there are several heads with few splits, each those of one head. gridDim.z: batch entries, or, with stream-K, blocks
+// if they are fewer: then only the entries that are cut where a block begins have several splits (B256, 1024 keys: 17
+// us less).
+template <class Scheduler>
+struct SplitCombiner {
+    static constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
+    static_assert(GROUPS >= 1, "one thread per four columns");
+    const View<dtype_o>& O;
+    float* const LSE;
+    float* const partials;
+    const int H, splits, entries;
+    const Score& score;
+    float4 (&O_smem)[LOADS_AHEAD][THREADS];  // private to each thread until the groups' sums are merged
+    float2 (&sums_smem)[GROUPS];
+
+    // The first split of the entry whose rows the block combines; invalid if they need not be combined.
+    __device__ __forceinline__ Split first_split() const {
+        const int z = blockIdx.z;
+        if constexpr (Scheduler::STREAM)
+            if (DYNAMIC_SPLITS && gridDim.z < entries) return Scheduler(score, entries, splits).first_split_cut_by(z);
+        return DYNAMIC_SPLITS ? Scheduler(score, entries, splits).first_split(z) : Split{z, 0, splits, z * splits};
+    }
+
+    // The sum of splits `begin`, `begin` + `step`, ... of a row, four columns.
+    __device__ __forceinline__ CombinedRow merge(const Partials& parts, long long row, int begin, int step,
+                                                 float scale_log2) const {
+        const int quad = threadIdx.x % QUADS, end = parts.splits;
+        CombinedRow sum;
+#pragma unroll 1
+        for (int first = begin; first < end; first += LOADS_AHEAD * step) {
+            float2 sums[LOADS_AHEAD];
+            float4 O_part[LOADS_AHEAD];
+#pragma unroll
+            for (int i = 0; i < LOADS_AHEAD; ++i) {
+                const int split = min(first + i * step, end - 1);
+                cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(row, split) + 4 * quad,
+                            first + i * step < end);
+                sums[i] = *parts.sums(row, split);
+                if (first + i * step >= end) sums[i] = make_float2(-INF, 0.0f);
+            }
+            cp_async_commit();
+            cp_async_wait<0>();
+#pragma unroll
+            for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
+            sum.add(sums, O_part, scale_log2);
+        }
+        return sum;
+    }
+    // The sum of all groups. A call for all threads; only the first group gets the result.
+    __device__ __forceinline__ CombinedRow merge_groups(const CombinedRow& of_group, float scale_log2) const {
+        const int group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
+        O_smem[0][threadIdx.x] = of_group.O;
+        if (group < GROUPS && quad == 0) sums_smem[group] = make_float2(of_group.m, of_group.l);
+        __syncthreads();  // the sums of all groups are in shared memory
+        CombinedRow sum;
+        float2 sums[GROUPS];
+        float4 O_part[GROUPS];
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
+        sum.add(sums, O_part, scale_log2);
+        return sum;
+    }
+
+    __device__ __forceinline__ void run() const {
+        if (SHORT_SEQUENCES && gridDim.z == entries && row_tile<1>(score, blockIdx.x, blockIdx.z).invalid())
+            return end_after_previous_entry_point();
+        const Split split = first_split();
+        if (split.invalid()) return end_after_previous_entry_point();
+        const RowTile tile = row_tile<1>(score, blockIdx.x, split.b);
+        griddepcontrol_wait();
+        if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && split.splits == 1)) return;
+        const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
+                             static_cast<long long>(H) * Partials::rows_per_head(score), split);
+        const int heads = (H + gridDim.y - 1) / gridDim.y, first_head = blockIdx.y * heads,
+                  end_head = min(first_head + heads, H), group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
+        const bool together = heads == 1 || split.splits > LOADS_AHEAD;
+#pragma unroll 1
+        for (int h = first_head + (together ? 0 : group); h < end_head; h += together ? 1 : GROUPS) {
+            if (together && h > first_head) __syncthreads();  // the sums of the previous head have been read
+            const Head head(score, tile.b, h);
+            const long long number = head.lse_offset(H, h) + tile.row0,
+                            partial_row = Partials::row(score, h, tile.row0, number);
+            const float scale_log2 = head.softmax_scale * Head::LOG2E;
+            const bool idle = group >= GROUPS;  // threads that are no whole group
+            CombinedRow sum = merge(parts, partial_row,
+                                    idle       ? split.splits
+                                    : together ? group
+                                               : 0,
+                                    together ? GROUPS : 1, scale_log2);
+            if (together) sum = merge_groups(sum, scale_log2);
+            if (together ? group == 0 : !idle) store_row(O, LSE, head, h, tile.row0, number, quad, sum);
+        }
+    }
+};
+
 template <class Scheduler>
 __device__ __forceinline__ void combine_splits(const View<dtype_o>& O, float* LSE, float* partials, int H, int splits,
                                                int entries, const Score& score) {
-    constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
-    static_assert(GROUPS >= 1, "one thread per four columns");
-    __shared__ float4 O_smem[LOADS_AHEAD][THREADS];  // private to each thread until the groups' sums are merged
-    __shared__ float2 sums_smem[GROUPS];
-    const bool by_row = Scheduler::STREAM && DYNAMIC_SPLITS && splits <= LOADS_AHEAD * entries,
-               by_block = by_row && entries > splits;
-    const int z = blockIdx.z, group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS,
-              h = by_row ? blockIdx.y * GROUPS + group : blockIdx.y;
-    if (SHORT_SEQUENCES && !by_block && row_tile<1>(score, blockIdx.x, z).invalid())
-        return end_after_previous_entry_point();
-    const Split first_split = by_block         ? Scheduler(score, entries, splits).first_split_before(z)
-                              : DYNAMIC_SPLITS ? Scheduler(score, entries, splits).first_split(z)
-                                               : Split{z, 0, splits, z * splits};
-    if (first_split.invalid()) return end_after_previous_entry_point();
-    const RowTile tile = row_tile<1>(score, blockIdx.x, first_split.b);
-    griddepcontrol_wait();
-    if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && first_split.splits == 1)) return;
-    const bool own = group < GROUPS && h < H;
-    const Head head(score, tile.b, min(h, H - 1));
-    const long long number = head.lse_offset(H, h) + tile.row0;
-    const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
-                         static_cast<long long>(H) * Partials::rows_per_head(score), first_split);
-    const long long partial_row = Partials::row(score, h, tile.row0, number);
-    const float scale_log2 = head.softmax_scale * Head::LOG2E;
-
-    CombinedRow group_sum;
-    const int step = by_row ? 1 : GROUPS, splits_end = own ? first_split.splits : 0;
-#pragma unroll 1
-    for (int first = by_row ? 0 : group; first < splits_end; first += LOADS_AHEAD * step) {
-        float2 sums[LOADS_AHEAD];
-        float4 O_part[LOADS_AHEAD];
-#pragma unroll
-        for (int i = 0; i < LOADS_AHEAD; ++i) {
-            const int split = min(first + i * step, first_split.splits - 1);
-            cp_async_16(smem_address(&O_smem[i][threadIdx.x]), parts.O(partial_row, split) + 4 * quad,
-                        first + i * step < first_split.splits);
-            sums[i] = *parts.sums(partial_row, split);
-            if (first + i * step >= first_split.splits) sums[i] = make_float2(-INF, 0.0f);
-        }
-        cp_async_commit();
-        cp_async_wait<0>();
-#pragma unroll
-        for (int i = 0; i < LOADS_AHEAD; ++i) O_part[i] = O_smem[i][threadIdx.x];
-        group_sum.add(sums, O_part, scale_log2);
-    }
-    if (by_row) {
-        if (own) store_row(O, LSE, head, h, tile.row0, number, quad, group_sum);
-        return;
-    }
-    O_smem[0][threadIdx.x] = group_sum.O;
-    if (group < GROUPS && quad == 0) sums_smem[group] = make_float2(group_sum.m, group_sum.l);
-    __syncthreads();  // the sums of all groups are in shared memory
-    if (group > 0) return;
-    CombinedRow sum;
-    float2 sums[GROUPS];
-    float4 O_part[GROUPS];
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i) sums[i] = sums_smem[i], O_part[i] = O_smem[0][i * QUADS + quad];
-    sum.add(sums, O_part, scale_log2);
-    store_row(O, LSE, head, h, tile.row0, number, quad, sum);
+    using Combiner = SplitCombiner<Scheduler>;
+    __shared__ float4 O_smem[Combiner::LOADS_AHEAD][THREADS];
+    __shared__ float2 sums_smem[Combiner::GROUPS];
+    Combiner{O, LSE, partials, H, splits, entries, score, O_smem, sums_smem}.run();
 }

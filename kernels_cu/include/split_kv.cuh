@@ -33,8 +33,8 @@ __device__ __forceinline__ void end_after_previous_entry_point() {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) griddepcontrol_wait();
 }
 
-// Split `split` of the `splits` of batch entry b; `before`: the splits of earlier entries. rounds: those of the entry
-// that the split has, with stream-K.
+// Split `split` of the `splits` of batch entry b; its partial result is number before + split (combine.cuh). rounds:
+// those of the entry that the split has, with stream-K.
 struct Split {
     int b, split, splits, before;
     Range rounds = {0, 0};
@@ -111,23 +111,22 @@ struct SplitScheduler : RoundsOfEntries {
         const Found found = find(number, [&](int b) { return blocks(b); });
         return found.b < 0 ? Split::none() : Split{found.b, number - found.before, found.count, found.before};
     }
-    // Only entries that have more than one split, if there are more entries than blocks: not with this scheduler.
-    __device__ __forceinline__ Split first_split_before(int) const { return Split::none(); }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) const {
         return {b, 0, blocks(b), sum(b, [&](int other) { return blocks(other); })};
     }
 };
 
-// Stream-K: the rounds of all batch entries, one after the other, are divided evenly among the blocks, so that a block
-// may have the last rounds of one entry, all rounds of others, and the first ones of another. START_ROUNDS before those
-// of an entry count for the start and the end of a split, so that blocks with many short entries end when the others
-// do. Each part of an entry is a split; that of block i and entry b is number i + b of all.
+// Stream-K (that of fwd_wgmma_fp8 is in stream_k.cuh): the rounds of all batch entries, one after the other, are
+// divided evenly among the blocks, so that a block may have the last rounds of one entry, all rounds of others, and the
+// first ones of another. START_ROUNDS before those of an entry count for the start and the end of a split, so that
+// blocks with many short entries end when the others do. Each part of an entry is a split; that of block i and entry b
+// is number i + b of all.
 struct StreamScheduler : RoundsOfEntries {
     static constexpr bool STREAM = true;
     static constexpr int START_ROUNDS = 2;
-    int per_block;              // rounds
-    int before = 0, count = 0;  // rounds before those of the current entry, and its own
+    int per_block;              // rounds, with START_ROUNDS for each entry
+    int before = 0, count = 0;  // the same before the rounds of the current entry; and its rounds
 
     __device__ __forceinline__ StreamScheduler(const Score& score, int entries, int blocks)
         : RoundsOfEntries(score, entries), per_block(max((cost_of_first(entries) + blocks - 1) / blocks, 1)) {}
@@ -164,12 +163,11 @@ struct StreamScheduler : RoundsOfEntries {
             if ((count = rounds(b)) > 0) return part(b, block);
         return Split::none();
     }
-    // The first split of the entry among whose rounds block `block` begins, if no earlier block does; otherwise
-    // invalid.
-    __device__ __forceinline__ Split first_split_before(int block) {
+    // The first split of the entry that is cut where block `block` begins; invalid if none is, or if an earlier block
+    // begins in the same entry, too.
+    __device__ __forceinline__ Split first_split_cut_by(int block) {
         const int b = seek(block);
-        const bool inside = b >= 0 && before < block * per_block && before / per_block == block - 1;
-        return inside ? part(b, block - 1) : Split::none();
+        return b >= 0 && before / per_block == block - 1 ? part(b, block - 1) : Split::none();
     }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) {

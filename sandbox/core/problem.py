@@ -220,8 +220,8 @@ class Problem:
 
     @property
     def short_queries(self) -> int:
-        """The most queries of a short sequence: with the heads of their group they have at most 16 rows, one m16n8k16
-        step; at least one query."""
+        """The most queries of a short sequence: with the heads of their group they have at most 16 packed rows;
+        at least one query."""
         return max(16 // self.group, 1)
 
     @property

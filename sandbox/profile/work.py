@@ -80,10 +80,10 @@ def _packed(entry: Entry, p: Problem, tile: Tile) -> Work:
     tiles = entry.numbers["row_tiles"](p, tile)
     q, k, v = rows * p.D * p.itemsize, keys * p.D, 0 if p.latent else keys * p.Dv
     # Blocks that read a row of Q: an upper bound if they are assigned on the device. With stream-K, a grid of `splits`
-    # blocks shares all batch entries, and every entry may begin in a block of others.
+    # blocks shares all batch entries, and every entry but the first may begin in a block of others.
     blocks = math.prod(entry.grid(p, tile)) // max(tiles * p.Hk, 1) if "splits" in entry.numbers else p.batches
     if "entries" in entry.numbers and p.key_lengths and blocks == entry.numbers["splits"](p, tile):
-        blocks += entry.numbers["entries"](p, tile)
+        blocks += entry.numbers["entries"](p, tile) - 1
     written = parts or results
     model = HbmBytes({"Q": blocks * q // max(p.batches, 1), "K": tiles * k, "V": tiles * v}, written)
     return Work(p.flops, HbmBytes({"Q": q, "K": k, "V": v}, written), model)

@@ -82,7 +82,7 @@ def test_split_kv_with_key_lengths_packed() -> None:
     most = kernel.grid(p, tile)[2] + p.B
     parts = {"partials": most * 4 * (16 + 2) * 4}
     assert parts["partials"] == 4 * kernel.scratch["partials"](p, tile)[0]
-    assert (w.model.read["Q"], w.model.read["K"]) == (most * 4 * 16 * 2, 2 * 2 * 128 * 16 * 2)
+    assert (w.model.read["Q"], w.model.read["K"]) == ((most - 1) * 4 * 16 * 2, 2 * 2 * 128 * 16 * 2)
     assert (w.model.written, merge.model.read) == (parts, parts)
 
 
