@@ -260,11 +260,12 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
-// Up to 8 rows: 16 warps per SM, 128 registers. Otherwise windows with a left bound, float8 and short sequences spill 4
-// to 12 bytes with ptxas's own register limit: one block per SM raises it.
-constexpr int LEAST_BLOCKS = BLOCK_M == 8 && HEAD_DIM <= 128 && !FLOAT8               ? 16 / WARPS
-                             : Head::HAS_LEFT_BOUND || FLOAT8_KEYS || SHORT_SEQUENCES ? 1
-                                                                                      : 0;
+// float8 keys, up to 8 rows: 16 warps per SM, 128 registers. Otherwise ptxas's own register limit spills 4 to 32 bytes,
+// which one block per SM raises.
+constexpr bool FEW_REGISTERS = BLOCK_M == 8 && HEAD_DIM <= 128 && FLOAT8_KEYS && !FLOAT8,
+               MORE_REGISTERS =
+                   BLOCK_M == 8 || DYNAMIC_SPLITS || SHORT_SEQUENCES || FLOAT8_KEYS || Head::HAS_LEFT_BOUND;
+constexpr int LEAST_BLOCKS = FEW_REGISTERS ? 16 / WARPS : MORE_REGISTERS ? 1 : 0;
 
 extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)

@@ -222,7 +222,7 @@ def rank(p: Problem, t: Tile) -> int:
 
 def was_timed(p: Problem, t: Tile) -> bool:
     """Whether the tile was timed with such options: a preference, not a limit. A tile that was not timed may be faster.
-    A tile that spills (fwd_decode.spills.json) is used only if all tiles spill."""
+    A tile that spills would be used only if all tiles spill."""
     hides = bool(p.score and p.score.hides)
     untimed = (
         t.BLOCK_M > 16 and (p.dropout or hides),

@@ -172,8 +172,8 @@ def tiles(given: argparse.Namespace) -> Iterator[str]:
             one = Problem(B, H, Sq, Sk, D, Hk=Hk, dtype="bfloat16", page_size=size)
             p = replace(one, causal="bottom-right") if Sq > 1 else one
             bf16 = min(timed(p, given).values(), default=float("nan"))
-            fewest = next(rows for rows in (8, 16, 32) if Sq * H // Hk <= rows)
-            fitting = [t for t in chosen if t.BLOCK_M == fewest]
+            fewest = next(m for m in (8, 16, 32) if Sq * H // Hk <= m)
+            fitting = [t for t in chosen if fewest == t.BLOCK_M]
             found = timed(replace(p, kv_dtype="float8_e4m3"), given, ["fwd_decode"], tiles=fitting)
             listed = ", ".join(
                 f"{name.partition(' ')[2]} {t:.1f}" for name, t in sorted(found.items(), key=itemgetter(1))
