@@ -49,6 +49,7 @@ struct RowFactors {
         __syncthreads();  // all rows are converted
 #pragma unroll
         for (int i = 0; i < ROWS / 4; ++i) of[i / 2][i % 2] = sums[warp * ROWS + i / 2 * 8 + lane % 4 * 2 + i % 2].x;
+        __syncwarp();  // all lanes have read the factors before a warp without keys stores its sums there
     }
     template <int KEY_TILES>
     __device__ __forceinline__ void apply(float (&S)[KEY_TILES][ROWS / 8][4]) const {
