@@ -38,7 +38,7 @@ constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;     // columns 
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
 constexpr int Q_COLUMNS = D_PAD * sizeof(dtype) / 2, K_COLUMNS = D_PAD * KEY_BYTES / 2,
               V_COLUMNS = DV_PAD * KEY_BYTES / 2;  // of 16 bits
-using QTile = SwizzledRows<Q_COLUMNS>;
+using QTile = SwizzledRows<Q_COLUMNS, FLOAT8_KEYS && !FLOAT8 ? 2 : 1>;  // QueryLoader
 using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
@@ -71,29 +71,45 @@ using QueryFactors = RowFactors<BLOCK_M, WARPS, QTile>;
 using KOffsets = FragmentOffsets<K_COLUMNS>;
 using VOffsets = FragmentOffsets<V_COLUMNS>;
 
-// S becomes P, as B operands; updates m, l and O. n0: first key. masked: some scores may be hidden.
+// Calls f(score, row, its head, index) for the scores of a lane. n0: first key.
+template <class F>
+__device__ __forceinline__ void for_each_score(ScoreTiles& S, const SeqlenInfo& seqlen, int row0, int kv_head,
+                                               int group, int n0, F f) {
+    const int key = n0 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const PackedRow row(row0 + i / 2 * 8 + 2 * q + i % 2, kv_head, group);
+        const Head head(seqlen, row.h);
+#pragma unroll
+        for (int k = 0; k < 2 * KEY_TILES; ++k)
+            f(S[k / 2][i / 2][k % 2 * 2 + i % 2], head, ScoreIndex(row.i, key, 0, 8 * k));
+    }
+}
+
+// S becomes P, as B operands; updates m, l and O. masked: some scores may be hidden.
 __device__ __forceinline__ void online_softmax(Weights& P, ScoreTiles& S, Softmax& state, const SeqlenInfo& seqlen,
                                                int row0, int kv_head, int group, int n0, bool masked) {
     const float softmax_scale = Head::softmax_scale_of(seqlen.score), scale_log2 = softmax_scale * Head::LOG2E,
-                margin = RESCALE_THRESHOLD / scale_log2;
+                margin = __fdividef(RESCALE_THRESHOLD, scale_log2);
     const int key = n0 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    if (Head::HAS_SCORE_MOD)
+        for_each_score(S, seqlen, row0, kv_head, group, n0,
+                       [](float& s, const Head& head, const ScoreIndex& at) { s = head.raw(s, at); });
+    if (masked)  // the shuffle, and the divisions by its result (PackedRow), are not moved out of the branch
+        for_each_score(S, seqlen, row0, kv_head, __shfl_sync(0xffffffffu, group, 0), n0, [](float& s, const Head& head, const ScoreIndex& at) {
+            if (!head.visible(at.query_row(), at.key_col())) s = -INF;
+        });
     LaneRows lane_max, scales_log2;  // scales: all equal, except with a descale per head
     bool exceeds = state.large;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const int rt = i / 2, r = i % 2;
         const PackedRow row(row0 + 8 * rt + 2 * q + r, kv_head, group);
-        const Head head(seqlen, row.h);
-        scales_log2[rt][r] = DESCALE_Q || DESCALE_K ? head.softmax_scale * Head::LOG2E : scale_log2;
+        scales_log2[rt][r] =
+            DESCALE_Q || DESCALE_K ? Head(seqlen, row.h).softmax_scale * Head::LOG2E : scale_log2;
         lane_max[rt][r] = -INF;
 #pragma unroll
-        for (int k = 0; k < 2 * KEY_TILES; ++k) {
-            float& s = S[k / 2][rt][k % 2 * 2 + r];
-            const ScoreIndex at(row.i, key, 0, 8 * k);
-            s = head.raw(s, at);
-            if (masked && !head.visible(at.query_row(), at.key_col())) s = -INF;
-            lane_max[rt][r] = fmaxf(lane_max[rt][r], s);
-        }
+        for (int k = 0; k < 2 * KEY_TILES; ++k) lane_max[rt][r] = fmaxf(lane_max[rt][r], S[k / 2][rt][k % 2 * 2 + r]);
         exceeds |= lane_max[rt][r] >
                    state.m[rt][r] + (DESCALE_Q || DESCALE_K ? RESCALE_THRESHOLD / scales_log2[rt][r] : margin);
     }
@@ -133,12 +149,12 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
-// float8 keys, up to 8 rows: 16 warps per SM, 128 registers. Otherwise ptxas's own register limit spills 4 to 32 bytes,
-// which one block per SM raises.
-constexpr bool FEW_REGISTERS = BLOCK_M == 8 && HEAD_DIM <= 128 && FLOAT8_KEYS && !FLOAT8,
+// float8 keys, up to 16 rows: 16 or 12 warps per SM, 128 or 168 registers. Otherwise ptxas's own register limit spills
+// 4 to 32 bytes, which one block per SM raises.
+constexpr bool FEW_REGISTERS = BLOCK_M <= 16 && HEAD_DIM <= 128 && CONVERTS_KEYS,
                MORE_REGISTERS =
                    BLOCK_M == 8 || DYNAMIC_SPLITS || SHORT_SEQUENCES || FLOAT8_KEYS || Head::HAS_LEFT_BOUND;
-constexpr int LEAST_BLOCKS = FEW_REGISTERS ? 16 / WARPS : MORE_REGISTERS ? 1 : 0;
+constexpr int LEAST_BLOCKS = FEW_REGISTERS ? (BLOCK_M == 8 ? 16 : 12) / WARPS : MORE_REGISTERS ? 1 : 0;
 
 extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)

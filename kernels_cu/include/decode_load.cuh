@@ -66,6 +66,46 @@ struct SplitPart {
     }
 };
 
+// The pages of the keys that a warp loads. They are read 32 tiles at a time, by lane i those of the i-th tile: a warp
+// that reads the page of each tile waits for it some 1000 cycles, behind its own copies. ADDRESSED = 1: read one tile
+// ahead, by each lane that of its key.
+struct PagesAhead {
+    static constexpr bool BY_KEY = ADDRESSED == 1;
+    static constexpr int PER_TILE = ADDRESSED == 16 && BLOCK_N == 32 ? 2 : 1, TILES = BY_KEY ? 1 : 32;
+    int now[PER_TILE] = {}, later[PER_TILE] = {};  // of these TILES tiles, and of the next ones
+
+    // Key 0 of tile j, or of its second half, or this lane's key.
+    static __device__ __forceinline__ int key(const SplitPart& part, int j, int half, unsigned lane) {
+        const int n = j * BLOCK_N + (BY_KEY ? static_cast<int>(lane) : half * ADDRESSED);
+        return BY_KEY || half > 0 ? min(n, part.seqlen.Sk - 1) : n;
+    }
+    // Reads the pages of TILES tiles of the warp from tile j on.
+    static __device__ __forceinline__ void read(int (&pages)[PER_TILE], const SplitPart& part, int j, unsigned lane) {
+        if (PAGE_SIZE == 0) return;
+        if (!BY_KEY) j += static_cast<int>(lane) * WARPS;
+#pragma unroll
+        for (int i = 0; i < PER_TILE; ++i) pages[i] = j < part.end ? part.seqlen.page(key(part, j, i, lane)) : 0;
+    }
+    __device__ __forceinline__ void begin(const SplitPart& part, unsigned lane) {
+        read(now, part, part.first, lane);
+        read(later, part, part.first + TILES * WARPS, lane);
+    }
+    // The addresses of tile j, which follows the tile of the previous call.
+    __device__ __forceinline__ void next(KeyAddress (&addresses)[PER_TILE], const SplitPart& part, int j,
+                                         unsigned lane) {
+        const int tile = BY_KEY ? 0 : (j - part.first) / WARPS % TILES;
+#pragma unroll
+        for (int i = 0; i < PER_TILE; ++i) {
+            const int page = BY_KEY || PAGE_SIZE == 0 ? now[i] : __shfl_sync(0xffffffffu, now[i], tile);
+            addresses[i] = part.seqlen.key_address(key(part, j, i, lane), page);
+        }
+        if (PAGE_SIZE == 0 || tile < TILES - 1) return;
+#pragma unroll
+        for (int i = 0; i < PER_TILE; ++i) now[i] = later[i];
+        read(later, part, j + (TILES + 1) * WARPS, lane);
+    }
+};
+
 // A warp's pipeline of STAGES stages of K and V.
 struct KeyPipeline {
     const View<const dtype_k>& K;
@@ -74,9 +114,7 @@ struct KeyPipeline {
     const unsigned lane;
     const SmemAddr stages;
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
-    KeyAddress next = {};              // of the next tile to load, or of its first half, or of this lane's key of it
-    KeyAddress next_half = {};         // of its second half, if the halves may be in two pages
-    static constexpr bool TWO_PAGES = ADDRESSED == 16 && BLOCK_N == 32;
+    PagesAhead pages;
 
     __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V, int kv_head,
                                            unsigned lane, SmemAddr stages)
@@ -88,32 +126,30 @@ struct KeyPipeline {
     // The first tile will be `part.first`. No loads are in flight.
     __device__ __forceinline__ void begin(const SplitPart& part) {
         write_stage = read_stage = stages;
-        update_address(part, part.first);
+        pages.begin(part, lane);
     }
     __device__ __forceinline__ void advance() { read_stage = next_stage(read_stage); }
-    __device__ __forceinline__ void update_address(const SplitPart& part, int j) {
-        const int n0 = j * BLOCK_N, last = part.seqlen.Sk - 1;
-        if (j < part.end) next = part.seqlen.key_address(ADDRESSED == 1 ? min(n0 + static_cast<int>(lane), last) : n0);
-        if (TWO_PAGES && j < part.end) next_half = part.seqlen.key_address(min(n0 + ADDRESSED, last));
-    }
     template <class TileRows, int WIDTH, class T>
-    __device__ __forceinline__ void load_tile(SmemAddr tile, const View<const T>& tensor, int valid_rows) const {
-        if (ADDRESSED > 1) load_rows<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
-        else load_rows_of_pages<TileRows, WIDTH>(tile, tensor, kv_head, next, valid_rows, lane);
-        if (TWO_PAGES)
-            load_rows<TileRows, WIDTH>(tile + ADDRESSED * TileRows::ROW, tensor, kv_head, next_half,
-                                       valid_rows - ADDRESSED, lane);
+    __device__ __forceinline__ void load_tile(SmemAddr tile, const View<const T>& tensor, int valid_rows,
+                                              const KeyAddress (&addresses)[PagesAhead::PER_TILE]) const {
+        if (PagesAhead::BY_KEY)
+            load_rows_of_pages<TileRows, WIDTH>(tile, tensor, kv_head, addresses[0], valid_rows, lane);
+#pragma unroll
+        for (int i = 0; i < (PagesAhead::BY_KEY ? 0 : PagesAhead::PER_TILE); ++i)
+            load_rows<TileRows, WIDTH>(tile + i * ADDRESSED * TileRows::ROW, tensor, kv_head, addresses[i],
+                                       valid_rows - i * ADDRESSED, lane);
     }
-    // Loads key tile j, and reads the address of the warp's next tile.
+    // Loads key tile j.
     __device__ __forceinline__ void load(const SplitPart& part, int j) {
         if (j < part.end) {
             const int valid_rows = part.seqlen.Sk - j * BLOCK_N;
-            load_tile<KTile, HEAD_DIM>(write_stage, K, valid_rows);
-            load_tile<VTile, HEAD_DIM_V>(write_stage + K_BYTES, V, valid_rows);
+            KeyAddress addresses[PagesAhead::PER_TILE];
+            pages.next(addresses, part, j, lane);
+            load_tile<KTile, HEAD_DIM>(write_stage, K, valid_rows, addresses);
+            load_tile<VTile, HEAD_DIM_V>(write_stage + K_BYTES, V, valid_rows, addresses);
         }
         cp_async_commit();
         write_stage = next_stage(write_stage);
-        update_address(part, j + WARPS);
     }
 };
 

@@ -65,13 +65,14 @@ __device__ __forceinline__ void multiply_K(float (&S)[ROW_TILES][4], const unsig
 
 // Q of a step, as B operands.
 struct QueryLoader {
+    using Offsets = FragmentOffsets<Q_COLUMNS, false, QTile>;
     const SmemAddr tile;
-    const FragmentOffsets<Q_COLUMNS> offsets;
+    const Offsets offsets;
     const unsigned in_chunk;
 
     __device__ __forceinline__ QueryLoader(SmemAddr tile, unsigned lane)
         : tile(tile), offsets(first_offsets(lane)), in_chunk(CONVERTS_KEYS ? lane % 2 * 8 : 0) {}
-    static __device__ __forceinline__ FragmentOffsets<Q_COLUMNS> first_offsets(unsigned lane) {
+    static __device__ __forceinline__ Offsets first_offsets(unsigned lane) {
         if (CONVERTS_KEYS) return {lane / 4, lane % 4 / 2};
         return {(ROW_TILES > 1 ? lane / 16 * 8 : 0) + lane % 8, lane / 8 % 2};
     }

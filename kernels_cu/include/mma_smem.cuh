@@ -5,8 +5,9 @@
 #include "tensor.cuh"
 
 // A row of COLUMNS elements consists of 16-byte chunks. The swizzle is an XOR of the chunk index with the row, so that
-// the eight rows of an ldmatrix matrix are in eight different groups of four banks.
-template <int COLUMNS>
+// the eight rows of an ldmatrix matrix are in eight different groups of four banks. ADJACENT = 2: chunks 2i and 2i + 1
+// stay adjacent, for loads of 32 bytes of each of four rows.
+template <int COLUMNS, unsigned ADJACENT = 1>
 struct SwizzledRows {
     static_assert(COLUMNS % 16 == 0, "whole MMA steps");
     static constexpr unsigned CHUNKS = COLUMNS / 8;  // 16-byte chunks per row
@@ -16,7 +17,8 @@ struct SwizzledRows {
 
     // Byte offset of a chunk in the tile.
     static __device__ __forceinline__ unsigned at(unsigned row, unsigned chunk) {
-        return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;
+        constexpr unsigned PLACES = GROUP / ADJACENT, ROWS = 8 / ADJACENT;
+        return row * ROW + (chunk ^ row * PLACES / ROWS % PLACES * ADJACENT) * 16;
     }
 };
 
@@ -95,9 +97,9 @@ struct TileCopies {
 // Byte offsets in a tile of the address that this lane passes to ldmatrix for a 16 x 16 block: row and chunk of step 0.
 // Step i of 16 columns is at at[i % (GROUP / 2)] + i / (GROUP / 2) * GROUP * 16: the swizzle is computed once, the rest
 // are immediates.
-template <int COLUMNS, bool ONE_REGISTER = false>
+template <int COLUMNS, bool ONE_REGISTER = false, class Tile_ = SwizzledRows<COLUMNS>>
 struct FragmentOffsets {
-    using Tile = SwizzledRows<COLUMNS>;
+    using Tile = Tile_;
     unsigned at[Tile::GROUP / 2];
     __device__ __forceinline__ FragmentOffsets(unsigned row, unsigned chunk) {
 #pragma unroll
@@ -111,7 +113,7 @@ struct FragmentOffsets {
 // Keeps only the offset of step 0, which contains the XOR with the row; each later step XORs its bits of the chunk
 // index into it. One register instead of GROUP / 2, and one instruction more.
 template <int COLUMNS>
-struct FragmentOffsets<COLUMNS, true> {
+struct FragmentOffsets<COLUMNS, true, SwizzledRows<COLUMNS>> {
     using Tile = SwizzledRows<COLUMNS>;
     unsigned first;
     __device__ __forceinline__ FragmentOffsets(unsigned row, unsigned chunk) : first(Tile::at(row, chunk)) {}

@@ -234,10 +234,12 @@ struct SeqlenInfo {
     __device__ __forceinline__ int page(int j) const {
         return score.block_table[b * score.block_table_stride_b + j / PAGE_SIZE * score.block_table_stride_i];
     }
-    __device__ __forceinline__ KeyAddress key_address(int j) const {
+    // page: result of page(j).
+    __device__ __forceinline__ KeyAddress key_address(int j, int page) const {
         if (CHECKED) check_page(j);
-        return {min(max(page(j), 0), score.pages - 1), j % PAGE_SIZE};
+        return {min(max(page, 0), score.pages - 1), j % PAGE_SIZE};
     }
+    __device__ __forceinline__ KeyAddress key_address(int j) const { return key_address(j, page(j)); }
     template <class T>
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         const KeyAddress address = key_address(static_cast<int>(j));
@@ -281,7 +283,8 @@ struct SeqlenInfo {
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         return tensor.row(0, h, first_key + j);
     }
-    __device__ __forceinline__ KeyAddress key_address(int j) const {
+    __device__ __forceinline__ int page(int) const { return 0; }
+    __device__ __forceinline__ KeyAddress key_address(int j, int = 0) const {
         return {0, static_cast<long long>(first_key) + j};
     }
     __device__ __forceinline__ int key_rows() const { return all_keys; }  // of K, V, dK and dV; Sk of them are valid
@@ -300,7 +303,8 @@ struct SeqlenInfo {
     __device__ __forceinline__ T* key(const View<T>& tensor, int h, long long j) const {
         return tensor.row(b, h, j);
     }
-    __device__ __forceinline__ KeyAddress key_address(int j) const { return {b, j}; }
+    __device__ __forceinline__ int page(int) const { return 0; }
+    __device__ __forceinline__ KeyAddress key_address(int j, int = 0) const { return {b, j}; }
     __device__ __forceinline__ int key_rows() const { return score.Sk; }
     template <class... T>
     __device__ __forceinline__ void offset_keys(View<T>&...) const {}
