@@ -20,9 +20,9 @@
 //                    (at the end O [BLOCK_M][DV_PAD] in fp32 in a warp's stages) | warp 1 ... | DSMEM: of other ranks
 // clang-format on
 //
-// The address of the next key tile is read while the current one is loaded. If a tile of 32 keys is in two pages, each
-// half has an address; in pages that are no multiple of 16, lane i reads the address of the i-th key. Rescaling is
-// deferred as in fwd_mma. float8: a tile of the same size in bytes has twice as many keys (decode_products.cuh).
+// The pages of 32 key tiles are read at once (decode_load.cuh). If a tile of 32 keys is in two pages, each half has an
+// address; in pages that are no multiple of 16, each key has one. Rescaling is deferred as in fwd_mma. float8: a tile
+// of the same size in bytes has twice as many keys (decode_products.cuh).
 //
 // Measurements: experiments/020_decode, 028_serving.
 #include "mma_smem.cuh"
@@ -37,19 +37,21 @@ constexpr int STEP_D = 2 * CHUNK;                                    // columns 
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;     // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
 constexpr int Q_COLUMNS = D_PAD * sizeof(dtype) / 2, K_COLUMNS = D_PAD * KEY_BYTES / 2,
-              V_COLUMNS = DV_PAD * KEY_BYTES / 2;  // of 16 bits
+              V_COLUMNS = DV_PAD * KEY_BYTES / 2;                       // of 16 bits
 using QTile = SwizzledRows<Q_COLUMNS, FLOAT8_KEYS && !FLOAT8 ? 2 : 1>;  // QueryLoader
 using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr unsigned O_BYTES = BLOCK_M * DV_PAD * 4, STAGES_BYTES = STAGES * STAGE,
                    RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
-// With stream-K, the loads for the next split start before the epilogue: O is then in the last stage, which they do not
-// use, and Q has two buffers.
-constexpr bool EARLY_START = DYNAMIC_SPLITS && O_BYTES <= STAGE;
+// With stream-K, the loads for the next split start before the epilogue: Q has two buffers, and O is in the last
+// stages, so that the first EARLY_STAGES tiles can be loaded.
+constexpr int O_STAGES = (O_BYTES + STAGE - 1) / STAGE,
+              EARLY_STAGES = DYNAMIC_SPLITS && O_STAGES < STAGES ? STAGES - O_STAGES : 0;
+constexpr bool EARLY_START = EARLY_STAGES > 0;
 constexpr unsigned Q_BYTES = BLOCK_M * QTile::ROW, SUMS_AT = (EARLY_START ? 2 : 1) * Q_BYTES,
                    RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, DSMEM_AT = RINGS_AT + WARPS * RING,
-                   O_AT = EARLY_START ? STAGES_BYTES - STAGE : 0;  // in a warp's stages
+                   O_AT = EARLY_START ? EARLY_STAGES * STAGE : 0;  // in a warp's stages
 // Groups of four columns of O that a block of a cluster combines.
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
 constexpr unsigned DSMEM_BYTES = (CLUSTER - 1) * BLOCK_M * (16 * RANK_QUADS + 8);
@@ -88,7 +90,9 @@ __device__ __forceinline__ void for_each_score(ScoreTiles& S, const SeqlenInfo& 
 
 // S becomes P, as B operands; updates m, l and O. masked: some scores may be hidden.
 __device__ __forceinline__ void online_softmax(Weights& P, ScoreTiles& S, Softmax& state, const SeqlenInfo& seqlen,
-                                               int row0, int kv_head, int group, int n0, bool masked) {
+                                               const QueryFactors& factors, int row0, int kv_head, int group, int n0,
+                                               bool masked) {
+    constexpr bool SCALES_BY_ROW = DESCALE_Q || DESCALE_K || QueryFactors::IN_SCALE;
     const float softmax_scale = Head::softmax_scale_of(seqlen.score), scale_log2 = softmax_scale * Head::LOG2E,
                 margin = __fdividef(RESCALE_THRESHOLD, scale_log2);
     const int key = n0 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -96,22 +100,23 @@ __device__ __forceinline__ void online_softmax(Weights& P, ScoreTiles& S, Softma
         for_each_score(S, seqlen, row0, kv_head, group, n0,
                        [](float& s, const Head& head, const ScoreIndex& at) { s = head.raw(s, at); });
     if (masked)  // the shuffle, and the divisions by its result (PackedRow), are not moved out of the branch
-        for_each_score(S, seqlen, row0, kv_head, __shfl_sync(0xffffffffu, group, 0), n0, [](float& s, const Head& head, const ScoreIndex& at) {
-            if (!head.visible(at.query_row(), at.key_col())) s = -INF;
-        });
-    LaneRows lane_max, scales_log2;  // scales: all equal, except with a descale per head
+        for_each_score(S, seqlen, row0, kv_head, __shfl_sync(0xffffffffu, group, 0), n0,
+                       [](float& s, const Head& head, const ScoreIndex& at) {
+                           if (!head.visible(at.query_row(), at.key_col())) s = -INF;
+                       });
+    LaneRows lane_max, scales_log2;  // scales: all equal, unless SCALES_BY_ROW
     bool exceeds = state.large;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const int rt = i / 2, r = i % 2;
         const PackedRow row(row0 + 8 * rt + 2 * q + r, kv_head, group);
-        scales_log2[rt][r] =
-            DESCALE_Q || DESCALE_K ? Head(seqlen, row.h).softmax_scale * Head::LOG2E : scale_log2;
+        scales_log2[rt][r] = (DESCALE_Q || DESCALE_K ? Head(seqlen, row.h).softmax_scale * Head::LOG2E : scale_log2) *
+                             factors.in_scale(rt, r);
         lane_max[rt][r] = -INF;
 #pragma unroll
         for (int k = 0; k < 2 * KEY_TILES; ++k) lane_max[rt][r] = fmaxf(lane_max[rt][r], S[k / 2][rt][k % 2 * 2 + r]);
-        exceeds |= lane_max[rt][r] >
-                   state.m[rt][r] + (DESCALE_Q || DESCALE_K ? RESCALE_THRESHOLD / scales_log2[rt][r] : margin);
+        exceeds |= SCALES_BY_ROW ? (lane_max[rt][r] - state.m[rt][r]) * scales_log2[rt][r] > RESCALE_THRESHOLD
+                                 : lane_max[rt][r] > state.m[rt][r] + margin;
     }
     if (__any_sync(0xffffffffu, exceeds)) state.rescale(S, lane_max, scales_log2);
     state.exponentiate(S, scales_log2);
@@ -144,7 +149,7 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     factors.apply(S);
     Weights P;
     TIMELINE(softmax);
-    online_softmax(P, S, state, seqlen, row0, kv_head, group, n0, masked);
+    online_softmax(P, S, state, seqlen, factors, row0, kv_head, group, n0, masked);
     TIMELINE(PV);
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
@@ -186,13 +191,16 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
             split = DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none();
         return split;
     };
-    // Loads Q and the first key tiles.
+    const auto load_tiles = [&](const SplitPart& part, int begin, int end) {
+#pragma unroll 1
+        for (int i = begin; i < end; ++i) pipeline.load(part, part.first + i * WARPS);
+    };
+    // Loads Q and the first EARLY_STAGES key tiles.
     const auto start = [&](const SplitPart& part, SmemAddr Q_smem) {
         TIMELINE(load_Q);
-        pipeline.begin(part);  // first: the page number arrives while Q is being loaded
+        pipeline.begin(part);  // first: the page numbers arrive while Q is being loaded
         load_Q(Q_smem, Q, part, kv_head, group);
-#pragma unroll 1
-        for (int stage = 0; stage < STAGES - 1; ++stage) pipeline.load(part, part.first + stage * WARPS);
+        load_tiles(part, 0, EARLY_STAGES);
     };
     Split split = skip_without_rows(DYNAMIC_SPLITS ? scheduler.first(z)
                                                    : Split{z / splits, z % splits, splits, z / splits * splits});
@@ -202,6 +210,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         const SplitPart part(score, split, row_tile_of(split), kv_head, group, warp);
         cluster_arrive();
         if (!EARLY_START) start(part, base);
+        load_tiles(part, EARLY_STAGES, STAGES - 1);
         TIMELINE(wait_Q);
         cp_async_wait<STAGES - 1>();
         __syncthreads();  // Q is complete; the results of the previous split have been read
@@ -231,7 +240,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
             store_partial_non_finite(Q, K, V, score, part.seqlen.b, part.row0, kv_head, group, part.first, part.end,
                                      result);
-        else result.store(state);
+        else result.store(state, factors);
         TIMELINE(wait_warps);
         __syncthreads();  // the results of all warps are in shared memory
 
@@ -246,7 +255,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
             cluster_sync();  // the stores of all blocks of the cluster are visible
             combine.ranks();
         }
-        if (DYNAMIC_SPLITS && !EARLY_START) __syncthreads();  // the results have been read
+        if (DYNAMIC_SPLITS && EARLY_STAGES < STAGES - 1) __syncthreads();  // the results have been read
         split = next;
     }
     TIMELINE(done);

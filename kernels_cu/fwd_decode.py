@@ -15,7 +15,7 @@ TILES = ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2))  # the latter two for floa
 SMALL_TILES = (  # up to 16 rows
     (16, 4, 2, 1),  # D >= 128 with 100 KB per SM
     (16, 4, 2, 2), (16, 4, 2, 4), (16, 8, 2, 1), (16, 8, 3, 2),
-    (32, 4, 3, 1), (16, 4, 5, 1),  # float8; the latter with large D
+    (32, 4, 3, 1), (32, 8, 2, 1), (32, 2, 3, 1), (16, 4, 5, 1),  # float8; the last one with large D
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     reuses; O, m, l from the other blocks of a cluster."""
     K, V = row_bytes(p)
     stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
-    early_start = stream_k(p, t) and O_smem <= stage
+    early_start = stream_k(p, t) and cdiv(O_smem, stage) < t.STAGES
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
     Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
     return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem
@@ -183,19 +183,19 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
     (experiment 020).
 
-    float8 keys, more than 16 rows: eight warps hide the conversion of the keys (B 64, H 64/8, 4 queries, 8192 keys:
-    1.17 times as fast). In pages: fewer bytes in flight per warp, so that three blocks run on an SM, and from three
-    waves on clusters of two, with up to 16 rows only of 2048 to MAX_CLUSTER_KEYS keys (experiment 028).
+    float8 keys (experiment 028): more than 16 rows, three stages of four warps (B 64, H 64/8, 4 queries, 8192 keys: 263
+    instead of 269 us with two of eight). In pages: up to 8 rows at D 64 two warps; up to 16 rows fewer bytes in flight
+    per warp, so that more warps run on an SM, and from three waves on clusters of two if there are 2048 to
+    MAX_CLUSTER_KEYS keys.
     """
-    tiles, default = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64)
-    many_rows, one_page, wave = queries(p) * p.group > 16, in_pages(p, 32), 3 * SMS  # of small blocks
-    if pages_of_float8(p) and p.B > 1:
+    tiles, default, rows = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64), queries(p) * p.group
+    many_rows, wide, wave = rows > 16, max(p.D, p.Dv) > 128, 3 * SMS  # of small blocks
+    if pages_of_float8(p) and p.B > 1 and not many_rows:
         if sum(row_bytes(p)) < 256:
-            return default
-        clusters = tiles >= wave and (many_rows or 2048 <= p.Sk <= MAX_CLUSTER_KEYS)
-        return (4, 2, 32) if clusters else (4, 1, 32)
-    if p.kv_dtype and many_rows and one_page and max(p.D, p.Dv) <= 128:
-        return 8, 1, 32
+            return default if rows > 8 else (2, 1, 64)
+        if tiles >= wave and 2048 <= p.Sk <= MAX_CLUSTER_KEYS:
+            return 4, 2, 32
+        return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
         return default
     if p.key_lengths:
@@ -254,7 +254,7 @@ kernel = Kernel(
         for rows, tiles in (
             (8, (*TILES, *SMALL_TILES)),
             (16, (*TILES, *SMALL_TILES)),
-            (32, (*TILES, (16, 8, 2, 1), (32, 8, 2, 1))),
+            (32, (*TILES, (16, 8, 2, 1), (32, 4, 3, 1))),
         )
         for keys, warps, stages, cluster in tiles
     ),

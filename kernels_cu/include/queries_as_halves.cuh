@@ -2,7 +2,8 @@
 // (experiment 028).
 //
 // Each row is multiplied by a power of two, so that its largest element is in [2^14, 2^15). Elements of at least 2^-31
-// of the largest are exact; the error of the others is at most 2^-39 of it. Scores are multiplied by the reciprocal.
+// of the largest are exact; the error of the others is at most 2^-39 of it. Scores, or the scale of the
+// softmax, are multiplied by the reciprocal.
 #pragma once
 #include "mma_operands.cuh"
 
@@ -33,10 +34,13 @@ __device__ __forceinline__ float row_as_halves(uint4* row, unsigned lane) {
     return __int_as_float((exponent - 14) << 23);
 }
 
-// The factors of the scores of a lane's rows: 2q and 2q + 1 of every 8.
+// The factors of the scores of a lane's rows: 2q and 2q + 1 of every 8. Scores that no option modifies keep the unit of
+// their row, and the factor belongs to the scale of the softmax.
 template <int ROWS, int WARPS_, class QTile>
 struct RowFactors {
+    static constexpr bool IN_SCALE = !Head::HAS_SCORE_MOD;
     float of[ROWS / 8][2];
+    __device__ __forceinline__ float in_scale(int row_tile, int r) const { return IN_SCALE ? of[row_tile][r] : 1.0f; }
     // Converts the block's queries in shared memory, by all warps. sums: room for each warp's sums at the end, where it
     // finds its own copy of the factors: no other warp reads it.
     __device__ __forceinline__ RowFactors(char* Q_smem, float2* sums, unsigned warp, unsigned lane) {
@@ -53,6 +57,7 @@ struct RowFactors {
     }
     template <int KEY_TILES>
     __device__ __forceinline__ void apply(float (&S)[KEY_TILES][ROWS / 8][4]) const {
+        if (IN_SCALE) return;
 #pragma unroll
         for (int i = 0; i < KEY_TILES * ROWS / 2; ++i)
             S[i * 2 / ROWS][i / 4 % (ROWS / 8)][i % 4] *= of[i / 4 % (ROWS / 8)][i % 2];
@@ -66,7 +71,9 @@ using KeyConversion = MmaFloat8Keys<>;
 // The queries keep their dtype, and the scores need no factors.
 template <int ROWS, int WARPS_, class QTile>
 struct RowFactors {
+    static constexpr bool IN_SCALE = false;
     __device__ __forceinline__ RowFactors(char*, float2*, unsigned, unsigned) {}
+    __device__ __forceinline__ float in_scale(int, int) const { return 1.0f; }
     template <int KEY_TILES>
     __device__ __forceinline__ void apply(float (&)[KEY_TILES][ROWS / 8][4]) const {}
 };

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from project import ROOT, SEED
@@ -122,8 +123,15 @@ def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None
     """A warp assigns blocks to 32 batch entries at a time: every group of 32 counts, also the last one, which is not
     full. A row without a block stays NaN, as outputs and scratch are before the launch. Six heads: two blocks of the
     combine kernel, with three each."""
-    tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=1)
     problem = Problem(70, 6, 1, 260, 64, Hk=2, dtype="float16", key_lengths=True)
+    for tile in (
+        Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=1),
+        Tile(BLOCK_M=32, BLOCK_N=16, WARPS=2, STAGES=3, BLOCKS=blocks, CLUSTER=1),  # O leaves room for one early tile
+    ):
+        of_seventy_entries(of, tile, problem, device)
+
+
+def of_seventy_entries(of: str, tile: Tile, problem: Problem, device: Device) -> None:
     inputs = inputs_of("forward", Case("lengths", problem))
     inputs["key_lengths"] = np.array(SEVENTY[of], np.int32)
     found = trial.launch(KERNEL, tile, problem, inputs, device).outputs
@@ -183,6 +191,22 @@ def test_tiles_that_fit_pages(page_size: int, keys: int, fits: bool) -> None:
     reason = KERNEL.why_tile_unsupported(problem, tile, (9, 0))
     wanted = f"BLOCK_N={keys} must divide page_size={page_size}, or be 16, or 32 in pages of a multiple of 16"
     assert reason is None if fits else wanted in (reason or "")
+
+
+@pytest.mark.parametrize("keys", [16, 32])
+def test_pages_are_read_ahead(keys: int) -> None:
+    """A warp reads the pages of 32 of its tiles together: three times here, in two entries of one block."""
+    Sk, kv = 2 * keys * (2 * 32 + 10), np.float16 if keys == 16 else ml_dtypes.float8_e4m3fn
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 2, 1, 128)).astype(np.float16)
+    k, v = (rng.standard_normal((2 * Sk // 16, 16, 2, 128)).astype(kv) for _ in range(2))
+    table, lengths = rng.permutation(2 * Sk // 16).reshape(2, -1).astype(np.int32), np.array([Sk, Sk - 5], np.int32)
+    tile = Tile(BLOCK_M=8, BLOCK_N=keys, WARPS=2, STAGES=4, BLOCKS=1, CLUSTER=1)
+    options = {} if keys == 16 else {"descale": (1.0, 1.0, 1.0)}
+    out = sandbox.attention_paged(q, k, v, table, lengths, kernel="fwd_decode", tile=tile, **options)
+    rows = [gather_pages(x.astype(np.float32), table, lengths) for x in (k, v)]
+    O, _ = sandbox.reference.attention(q.astype(np.float32), *rows, key_lengths=lengths)
+    assert np.allclose(out.astype(np.float32), O, atol=4e-3)
 
 
 @pytest.mark.parametrize(("page_size", "cluster"), [(16, 1), (48, 2)])
@@ -328,7 +352,7 @@ def test_float8_keys_are_read_at_as_many_bytes() -> None:
     few = [dataclasses.replace(problem, Sq=8, causal="bottom-right", page_size=size) for size in (0, 64, 16)]
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in few]
     assert {t.BLOCK_M for t in tiles} == {32}
-    assert [(t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 8, 2), (32, 4, 2), (32, 4, 2)]
+    assert [(t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 4, 3)] * 3
     entries = [dataclasses.replace(problem, B=B, page_size=size) for B, size in ((1, 64), (64, 64), (64, 16))]
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in entries]
     assert [(t.STAGES, t.CLUSTER) for t in tiles] == [(3, 1), (2, 2), (2, 2)]
