@@ -235,15 +235,15 @@ invariant_kernel = replace(
 )  # fmt: skip
 
 
-LEAST_KEYS = 512  # of a split
+LEAST_KEYS, MOST_WAVES = 512, 6  # keys of a split; of blocks with splits
 
 
 @lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
 def best_splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile: of up to 40 numbers that are tried, with at least LEAST_KEYS keys per
-    split and at most two waves of blocks, the one with the lowest estimate."""
-    most = min(keys_of_row(p) // LEAST_KEYS, 2 * t.BLOCKS // max(work_tiles(p, t), 1))
-    tried = range(1, max(1, most) + 1, 1 + most // 40)
+    """Blocks that share the keys of a work tile. Each has at least LEAST_KEYS keys, and all are at most MOST_WAVES
+    waves: of the numbers up to 40, and some 40 larger ones, the one with the lowest estimate."""
+    most = min(keys_of_row(p) // LEAST_KEYS, MOST_WAVES * t.BLOCKS // max(work_tiles(p, t), 1))
+    tried = (*range(1, min(max(1, most), 40) + 1), *range(41, most + 1, 1 + most // 40))
     return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
 
 

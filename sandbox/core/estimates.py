@@ -12,6 +12,7 @@ from .tile import Tile
 
 RATES = {64: 3.8, 128: 5.6, 256: 7.0}  # TFLOP/s of an SM, up to these head dimensions
 NARROW = {64: 0.96, 80: 0.92, 128: 1.0}  # by BLOCK_N: the rate, relative to BLOCK_N = 128, up to D = 128
+NARROW_WIDE = {32: 0.82, 48: 0.95}  # for larger D, relative to BLOCK_N = 64 (experiment 026)
 DECODE = {64: 0.85, 128: 0.6, 256: 0.8}  # time of fwd_decode for 32 rows, relative to reading their keys
 LAUNCH = 7.5  # µs of a launch without work
 
@@ -41,7 +42,7 @@ def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> floa
     keys = t.BLOCK_N * cdiv(cdiv(keys_of_row(p), splits), t.BLOCK_N)
     filled = 64 * cdiv(cdiv(rows, 64), max(of_head, 1))
     rate = at_width(RATES, p) * {64: 0.5, 192: 1.2, 256: 1.35}.get(t.BLOCK_M, 1.0)
-    rate *= NARROW.get(t.BLOCK_N, 0.75) if max(p.D, p.Dv) <= 128 else 1.0
+    rate *= NARROW.get(t.BLOCK_N, 0.75) if max(p.D, p.Dv) <= 128 else NARROW_WIDE.get(t.BLOCK_N, 1.0)
     work_tile = 1e-6 * (t.BLOCK_M + filled) * keys * width / rate + 1 + 3e-5 * t.BLOCK_N * width
     waves = cdiv(p.batches * heads * of_head * splits, t.BLOCKS)
     merging = 4.3 + 3e-6 * p.batches * p.H * p.Sq * splits * p.Dv if splits > 1 else 0.0

@@ -89,14 +89,30 @@ def best(p: Problem) -> tuple[int, int]:
         tiles = ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80))
         return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
     if width <= 64:
-        return (256, 64) if uses_all_registers(p) and four_consumers(p) else (192, 128)
+        single = simple and not (p.ragged or p.page_size)
+        fewer_rows = single and p.Sq > 256 and 10 * padded(p, 192) <= 9 * padded(p, 256)
+        return (256, 64) if uses_all_registers(p) and four_consumers(p) and not fewer_rows else (192, 128)
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
     if width > 96 and simple:  # BLOCK_M=192 from 2048 rows on, or 1152 if every consumer of the last tile has rows
-        short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64)
+        short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64) and not fewer_waves(p)
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
+
+
+def padded(p: Problem, BLOCK_M: int) -> int:
+    """Query rows of a head, with those that the last tile lacks."""
+    return cdiv(p.Sq, BLOCK_M) * BLOCK_M
+
+
+def fewer_waves(p: Problem) -> bool:
+    """D = 128, short sequences: whether 192 x 80 is faster than 128 x 128 because its tiles fill the waves, by the
+    estimates (experiment 026: up to 1.36 times as fast; causal below 512 queries it is not)."""
+    if p.ragged or p.Sq <= (512 if p.causal else 256):
+        return False
+    tall, default = (Tile(BLOCK_M=m, BLOCK_N=n, BLOCKS=HOPPER_SMS) for m, n in ((192, 80), (128, 128)))
+    return wgmma_us(p, tall) < 0.95 * wgmma_us(p, default)
 
 
 def four_consumers(p: Problem) -> bool:
