@@ -69,6 +69,7 @@ static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied
 #include "decode_epilogue.cuh"  // these two use the constants above
 #include "decode_load.cuh"
 
+using Scheduler = SchedulerOf<StreamScheduler>::Type;
 using QueryFactors = RowFactors<BLOCK_M, WARPS, QTile>;
 using KOffsets = FragmentOffsets<K_COLUMNS>;
 using VOffsets = FragmentOffsets<V_COLUMNS>;
@@ -182,13 +183,12 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
     const VOffsets V_offsets = transposed_offsets<VOffsets>(lane);
     KeyPipeline pipeline(K, V, kv_head, lane, ring);
 
-    StreamScheduler scheduler(score, DYNAMIC_SPLITS ? entries : 0, splits);
+    Scheduler scheduler(score, entries, splits);
     const auto row_tile_of = [&](const Split& split) {
         return row_tile<BLOCK_M>(score, blockIdx.x / CLUSTER, split.b, group);
     };
     const auto skip_without_rows = [&](Split split) {
-        while (RAGGED && !split.invalid() && row_tile_of(split).invalid())
-            split = DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none();
+        while (RAGGED && !split.invalid() && row_tile_of(split).invalid()) split = scheduler.next(split, z);
         return split;
     };
     const auto load_tiles = [&](const SplitPart& part, int begin, int end) {
@@ -202,8 +202,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         load_Q(Q_smem, Q, part, kv_head, group);
         load_tiles(part, 0, EARLY_STAGES);
     };
-    Split split = skip_without_rows(DYNAMIC_SPLITS ? scheduler.first(z)
-                                                   : Split{z / splits, z % splits, splits, z / splits * splits});
+    Split split = skip_without_rows(scheduler.first(z));
     if (EARLY_START && !split.invalid()) start(SplitPart(score, split, row_tile_of(split), kv_head, group, warp), base);
 #pragma unroll 1
     for (unsigned Q_at = 0; !split.invalid(); Q_at = EARLY_START ? Q_BYTES - Q_at : 0) {
@@ -231,7 +230,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
             __syncwarp();  // all lanes have read the stage before it is loaded again
         }
         cp_async_wait<0>();
-        const Split next = skip_without_rows(DYNAMIC_SPLITS ? scheduler.next(split, z) : Split::none());
+        const Split next = skip_without_rows(scheduler.next(split, z));
         if (EARLY_START && !next.invalid())
             start(SplitPart(score, next, row_tile_of(next), kv_head, group, warp), base + Q_BYTES - Q_at);
 
@@ -245,7 +244,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         __syncthreads();  // the results of all warps are in shared memory
 
         cluster_wait();
-        const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : gridDim.z,
+        const Partials parts(partials, Scheduler::parts(splits, entries),
                              static_cast<long long>(H) * Partials::rows_per_head(score), split);
         const Combine combine{O,       LSE,   parts, split, part.seqlen, smem, part.row0, part.rows_end - part.row0,
                               kv_head, group, H};
@@ -267,5 +266,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_decode_combine(
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
     int H, int splits, int entries, const __grid_constant__ Score score) {
-    combine_splits<StreamScheduler>(O, LSE, partials, H, splits, entries, score);
+    combine_splits<Scheduler>(O, LSE, partials, H, splits, entries, score);
 }

@@ -194,8 +194,8 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     griddepcontrol_launch_dependents();
     const int z = blockIdx.z, each = max(splits, 1);
     const bool dynamic = DYNAMIC_SPLITS && splits > 0;
-    const Split split = dynamic ? SplitScheduler(score, gridDim.z - splits, splits).block(z)
-                                : Split{z / each, z % each, each, z / each * each};
+    const Split split = dynamic ? SplitScheduler(score, gridDim.z - splits, splits).first(z)
+                                : EqualSplits(score, gridDim.z, each).first(z);
     if (dynamic && split.invalid()) return;
     if (threadIdx.x == 0) init_barriers(base);
     __syncthreads();  // the mbarriers are initialised before they are used
@@ -220,5 +220,5 @@ extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(
     float* LSE,                               // (B, H, Sq), contiguous
     float* partials,                          // Partials of combine.cuh
     int H, int splits, const __grid_constant__ Score score) {
-    combine_splits<SplitScheduler>(O, LSE, partials, H, splits, gridDim.z, score);
+    combine_splits<SchedulerOf<SplitScheduler>::Type>(O, LSE, partials, H, splits, gridDim.z, score);
 }

@@ -24,7 +24,7 @@ from sandbox.spec import Kernel, Problem, Tile, cdiv
 
 HERE = Path(__file__).resolve().parent
 PROBLEMS = tuple(Problem(4, 16, 4096, 4096, D, dtype="float16") for D in (64, 128))
-SWIZZLE = "return row * ROW + (chunk ^ row * GROUP / 8 % GROUP) * 16;"
+SWIZZLE = "return row * ROW + (chunk ^ row * PLACES / ROWS % PLACES * ADJACENT) * 16;"
 PLAIN = "return row * ROW + chunk * 16;"
 ROW = "ROW = 2 * COLUMNS;"
 PADDED_ROW = "ROW = 2 * COLUMNS + 16;"

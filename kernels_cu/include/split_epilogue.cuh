@@ -74,8 +74,8 @@ struct SplitCombiner {
     __device__ __forceinline__ Split first_split() const {
         const int z = blockIdx.z;
         if constexpr (Scheduler::STREAM)
-            if (DYNAMIC_SPLITS && gridDim.z < entries) return Scheduler(score, entries, splits).first_split_cut_by(z);
-        return DYNAMIC_SPLITS ? Scheduler(score, entries, splits).first_split(z) : Split{z, 0, splits, z * splits};
+            if (gridDim.z < entries) return Scheduler(score, entries, splits).first_split_cut_by(z);
+        return Scheduler(score, entries, splits).first_split(z);
     }
 
     // The sum of splits `begin`, `begin` + `step`, ... of a row, four columns.
@@ -125,8 +125,8 @@ struct SplitCombiner {
         if (split.invalid()) return end_after_previous_entry_point();
         const RowTile tile = row_tile<1>(score, blockIdx.x, split.b);
         griddepcontrol_wait();
-        if ((RAGGED && tile.invalid()) || (DYNAMIC_SPLITS && split.splits == 1)) return;
-        const Partials parts(partials, DYNAMIC_SPLITS ? splits + entries : entries * splits,
+        if ((RAGGED && tile.invalid()) || (Scheduler::DYNAMIC && split.splits == 1)) return;
+        const Partials parts(partials, Scheduler::parts(splits, entries),
                              static_cast<long long>(H) * Partials::rows_per_head(score), split);
         const int heads = (H + gridDim.y - 1) / gridDim.y, first_head = blockIdx.y * heads,
                   end_head = min(first_head + heads, H), group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;

@@ -1,13 +1,14 @@
 // Split-KV: several blocks (splits) share the keys of a tile of query rows; the combine kernel merges their partial
 // results (combine.cuh).
 //
-//   DYNAMIC_SPLITS ? SplitScheduler(score, entries, splits).block(z) : ...    split.split of the split.splits of
-//                                                                             entry split.b
-//   StreamScheduler scheduler(score, entries, blocks);                        the splits of a block, one after the
-//   for (auto split = scheduler.first(z); ...; split = scheduler.next(split, z))                               other
+//   Scheduler scheduler(score, entries, splits);                                    the splits of a block, one after
+//   for (Split split = scheduler.first(z); ...; split = scheduler.next(split, z))   the other
+//   scheduler.first_split(b)                                                        combine kernel: the splits of b
+//   Scheduler::parts(splits, entries)                                               number of partial results
 //
-// With key_lengths the host does not know the keys per batch entry. The schedulers then assign blocks on the device in
-// proportion to the keys; each warp reads all lengths and computes the assignment itself.
+// EqualSplits: each entry has `splits` splits. With key_lengths the host does not know the keys per batch entry;
+// SplitScheduler and StreamScheduler then assign blocks on the device in proportion to the keys: each warp reads all
+// lengths and computes the assignment itself.
 #pragma once
 #include "score_mod.cuh"
 
@@ -42,8 +43,25 @@ struct Split {
     static __device__ __forceinline__ Split none() { return {-1, 0, 1, 0}; }
 };
 
+// The same number of splits for each entry; a block has one.
+struct EqualSplits {
+    static constexpr bool DYNAMIC = false, STREAM = false;
+    const int splits;
+
+    __device__ __forceinline__ EqualSplits(const Score&, int /*entries*/, int splits) : splits(splits) {}
+    static __device__ __forceinline__ int parts(int splits, int entries) { return splits * entries; }
+    __device__ __forceinline__ Split first(int block) const {
+        return {block / splits, block % splits, splits, block / splits * splits};
+    }
+    __device__ __forceinline__ Split next(const Split&, int) const { return Split::none(); }
+    __device__ __forceinline__ Split first_split(int b) const { return {b, 0, splits, b * splits}; }
+};
+
 // The rounds of batch entries. A round is one key tile per warp of a block.
 struct RoundsOfEntries {
+    static constexpr bool DYNAMIC = true;
+    static __device__ __forceinline__ int parts(int splits, int entries) { return splits + entries; }
+
     const Score& score;
     const int entries, lane;
 
@@ -114,8 +132,8 @@ struct SplitScheduler : RoundsOfEntries {
     }
     __device__ __forceinline__ int blocks(int b) const { return (rounds(b) + max_rounds - 1) / max_rounds; }
 
-    // The split of block `number`; invalid if the grid has more blocks than splits.
-    __device__ __forceinline__ Split block(int number) const {
+    // The only split of block `number`; invalid if the grid has more blocks than splits.
+    __device__ __forceinline__ Split first(int number) const {
         const Found found = find(number, [&](int b) { return blocks(b); });
         return found.b < 0 ? Split::none() : Split{found.b, number - found.before, found.count, found.before};
     }
@@ -182,4 +200,14 @@ struct StreamScheduler : RoundsOfEntries {
         before = cost_of_first(b) + START_ROUNDS, count = rounds(b);
         return part(b, before / per_block);
     }
+};
+
+// Which of two schedulers a kernel needs: one that assigns blocks by the entries' keys, or EqualSplits.
+template <class Dynamic, bool DYNAMIC = DYNAMIC_SPLITS>
+struct SchedulerOf {
+    using Type = Dynamic;
+};
+template <class Dynamic>
+struct SchedulerOf<Dynamic, false> {
+    using Type = EqualSplits;
 };
