@@ -20,9 +20,9 @@
 //                    (at the end O [BLOCK_M][DV_PAD] in fp32 in a warp's stages) | warp 1 ... | DSMEM: of other ranks
 // clang-format on
 //
-// The pages of 32 key tiles are read at once (decode_load.cuh). If a tile of 32 keys is in two pages, each half has an
-// address; in pages that are no multiple of 16, each key has one. Rescaling is deferred as in fwd_mma. float8: a tile
-// of the same size in bytes has twice as many keys (decode_products.cuh).
+// A warp reads the pages of 32 of its key tiles at once (decode_load.cuh). If a tile of 32 keys is in two pages, each
+// half has an address; in pages that are no multiple of 16, each key has one. Rescaling is
+// deferred as in fwd_mma. float8: a tile of the same size in bytes has twice as many keys (decode_products.cuh).
 //
 // Measurements: experiments/020_decode, 028_serving.
 #include "mma_smem.cuh"
@@ -45,9 +45,12 @@ constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * V
 constexpr unsigned O_BYTES = BLOCK_M * DV_PAD * 4, STAGES_BYTES = STAGES * STAGE,
                    RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
 // With stream-K, the loads for the next split start before the epilogue: Q has two buffers, and O is in the last
-// stages, so that the first EARLY_STAGES tiles can be loaded.
-constexpr int O_STAGES = (O_BYTES + STAGE - 1) / STAGE,
-              EARLY_STAGES = DYNAMIC_SPLITS && O_STAGES < STAGES ? STAGES - O_STAGES : 0;
+// stages, so that the first EARLY_STAGES tiles can be loaded. Not where O takes several stages and the second buffer
+// may cost a block per SM, except for the shape that was timed.
+constexpr int O_STAGES = (O_BYTES + STAGE - 1) / STAGE;
+constexpr bool TIMED_EARLY = BLOCK_M == 32 && HEAD_DIM == 128 && HEAD_DIM_V == 128;
+constexpr int EARLY_STAGES =
+    DYNAMIC_SPLITS && O_STAGES < STAGES && (O_STAGES == 1 || TIMED_EARLY) ? STAGES - O_STAGES : 0;
 constexpr bool EARLY_START = EARLY_STAGES > 0;
 constexpr unsigned Q_BYTES = BLOCK_M * QTile::ROW, SUMS_AT = (EARLY_START ? 2 : 1) * Q_BYTES,
                    RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, DSMEM_AT = RINGS_AT + WARPS * RING,
@@ -74,7 +77,7 @@ using QueryFactors = RowFactors<BLOCK_M, WARPS, QTile>;
 using KOffsets = FragmentOffsets<K_COLUMNS>;
 using VOffsets = FragmentOffsets<V_COLUMNS>;
 
-// Calls f(score, row, its head, index) for the scores of a lane. n0: first key.
+// Calls f(score, head, index) for the scores of a lane. n0: first key.
 template <class F>
 __device__ __forceinline__ void for_each_score(ScoreTiles& S, const SeqlenInfo& seqlen, int row0, int kv_head,
                                                int group, int n0, F f) {
@@ -89,13 +92,24 @@ __device__ __forceinline__ void for_each_score(ScoreTiles& S, const SeqlenInfo& 
     }
 }
 
+// By which scores are multiplied in exponents of 2, by row: all equal, unless SCALES_BY_ROW.
+constexpr bool SCALES_BY_ROW = DESCALE_Q || DESCALE_K || QueryFactors::IN_SCALE;
+__device__ __forceinline__ void scales_of_rows(LaneRows& scales_log2, const SeqlenInfo& seqlen,
+                                               const QueryFactors& factors, int row0, int kv_head, int group) {
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const PackedRow row(row0 + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2, kv_head, group);
+        const float scale =
+            DESCALE_Q || DESCALE_K ? Head(seqlen, row.h).softmax_scale : Head::softmax_scale_of(seqlen.score);
+        scales_log2[i / 2][i % 2] = scale * Head::LOG2E * factors.in_scale(i / 2, i % 2);
+    }
+}
+
 // S becomes P, as B operands; updates m, l and O. masked: some scores may be hidden.
 __device__ __forceinline__ void online_softmax(Weights& P, ScoreTiles& S, Softmax& state, const SeqlenInfo& seqlen,
-                                               const QueryFactors& factors, int row0, int kv_head, int group, int n0,
+                                               const LaneRows& scales_log2, int row0, int kv_head, int group, int n0,
                                                bool masked) {
-    constexpr bool SCALES_BY_ROW = DESCALE_Q || DESCALE_K || QueryFactors::IN_SCALE;
-    const float softmax_scale = Head::softmax_scale_of(seqlen.score), scale_log2 = softmax_scale * Head::LOG2E,
-                margin = __fdividef(RESCALE_THRESHOLD, scale_log2);
+    const float margin = __fdividef(RESCALE_THRESHOLD, scales_log2[0][0]);
     const int key = n0 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     if (Head::HAS_SCORE_MOD)
         for_each_score(S, seqlen, row0, kv_head, group, n0,
@@ -105,14 +119,11 @@ __device__ __forceinline__ void online_softmax(Weights& P, ScoreTiles& S, Softma
                        [](float& s, const Head& head, const ScoreIndex& at) {
                            if (!head.visible(at.query_row(), at.key_col())) s = -INF;
                        });
-    LaneRows lane_max, scales_log2;  // scales: all equal, unless SCALES_BY_ROW
+    LaneRows lane_max;
     bool exceeds = state.large;
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const int rt = i / 2, r = i % 2;
-        const PackedRow row(row0 + 8 * rt + 2 * q + r, kv_head, group);
-        scales_log2[rt][r] = (DESCALE_Q || DESCALE_K ? Head(seqlen, row.h).softmax_scale * Head::LOG2E : scale_log2) *
-                             factors.in_scale(rt, r);
         lane_max[rt][r] = -INF;
 #pragma unroll
         for (int k = 0; k < 2 * KEY_TILES; ++k) lane_max[rt][r] = fmaxf(lane_max[rt][r], S[k / 2][rt][k % 2 * 2 + r]);
@@ -142,25 +153,25 @@ __device__ __forceinline__ void wait_for_long_sequences() {
 // The key tile from n0, in `stage`.
 __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& seqlen, int row0, int kv_head, int group,
                                              int n0, bool masked, SmemAddr stage, Queries& queries,
-                                             const QueryFactors& factors, const KOffsets& K_offsets,
-                                             const VOffsets& V_offsets) {
+                                             const QueryFactors& factors, const LaneRows& scales_log2,
+                                             const KOffsets& K_offsets, const VOffsets& V_offsets) {
     ScoreTiles S = {};
     TIMELINE(QK);
     queries.scores(S, stage, K_offsets);
     factors.apply(S);
     Weights P;
     TIMELINE(softmax);
-    online_softmax(P, S, state, seqlen, factors, row0, kv_head, group, n0, masked);
+    online_softmax(P, S, state, seqlen, scales_log2, row0, kv_head, group, n0, masked);
     TIMELINE(PV);
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
-// float8 keys, up to 16 rows: 16 or 12 warps per SM, 128 or 168 registers. Otherwise ptxas's own register limit spills
-// 4 to 32 bytes, which one block per SM raises.
-constexpr bool FEW_REGISTERS = BLOCK_M <= 16 && HEAD_DIM <= 128 && CONVERTS_KEYS,
+// float8 keys, up to 8 rows: 16 warps per SM, 128 registers. Otherwise ptxas's own register limit spills 4 to 32 bytes,
+// which one block per SM raises.
+constexpr bool FEW_REGISTERS = BLOCK_M == 8 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && CONVERTS_KEYS,
                MORE_REGISTERS =
                    BLOCK_M == 8 || DYNAMIC_SPLITS || SHORT_SEQUENCES || FLOAT8_KEYS || Head::HAS_LEFT_BOUND;
-constexpr int LEAST_BLOCKS = FEW_REGISTERS ? (BLOCK_M == 8 ? 16 : 12) / WARPS : MORE_REGISTERS ? 1 : 0;
+constexpr int LEAST_BLOCKS = FEW_REGISTERS ? 16 / WARPS : MORE_REGISTERS ? 1 : 0;
 
 extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
     const __grid_constant__ View<const dtype> Q,    // (B, H, Sq, HEAD_DIM)
@@ -214,6 +225,8 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         cp_async_wait<STAGES - 1>();
         __syncthreads();  // Q is complete; the results of the previous split have been read
         const QueryFactors factors(smem + Q_at, reinterpret_cast<float2*>(smem + SUMS_AT), warp, lane);
+        LaneRows scales_log2;
+        scales_of_rows(scales_log2, part.seqlen, factors, part.row0, kv_head, group);
         Queries queries(base + Q_at, lane);
         Softmax state;
         state.reset();
@@ -226,7 +239,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
             __syncwarp();  // all lanes' loads of tile j are complete
             const bool masked = j * BLOCK_N < part.visible_to_all.begin || (j + 1) * BLOCK_N > part.visible_to_all.end;
             process_tile(state, part.seqlen, part.row0, kv_head, group, j * BLOCK_N, masked, pipeline.read_stage,
-                         queries, factors, K_offsets, V_offsets);
+                         queries, factors, scales_log2, K_offsets, V_offsets);
             __syncwarp();  // all lanes have read the stage before it is loaded again
         }
         cp_async_wait<0>();

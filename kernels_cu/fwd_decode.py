@@ -29,7 +29,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     reuses; O, m, l from the other blocks of a cluster."""
     K, V = row_bytes(p)
     stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
-    early_start = stream_k(p, t) and cdiv(O_smem, stage) < t.STAGES
+    O_stages, timed = cdiv(O_smem, stage), t.BLOCK_M == 32 and p.D == p.Dv == 128
+    early_start = stream_k(p, t) and O_stages < t.STAGES and (O_stages == 1 or timed)
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
     Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
     return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem
@@ -184,16 +185,16 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     (experiment 020).
 
     float8 keys (experiment 028): more than 16 rows, three stages of four warps (B 64, H 64/8, 4 queries, 8192 keys: 263
-    instead of 269 us with two of eight). In pages: up to 8 rows at D 64 two warps; up to 16 rows fewer bytes in flight
-    per warp, so that more warps run on an SM, and from three waves on clusters of two if there are 2048 to
-    MAX_CLUSTER_KEYS keys.
+    instead of 269 us with two of eight). In pages of several entries: D + Dv < 256, up to 8 rows: two warps. Otherwise
+    fewer bytes in flight per warp, so that three blocks run on an SM; from three waves on clusters of two if there are
+    2048 to MAX_CLUSTER_KEYS keys, or more than 16 rows; 9 to 16 rows otherwise one block of eight warps.
     """
     tiles, default, rows = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64), queries(p) * p.group
     many_rows, wide, wave = rows > 16, max(p.D, p.Dv) > 128, 3 * SMS  # of small blocks
-    if pages_of_float8(p) and p.B > 1 and not many_rows:
+    if pages_of_float8(p) and p.B > 1 and (wide or not many_rows):
         if sum(row_bytes(p)) < 256:
             return default if rows > 8 else (2, 1, 64)
-        if tiles >= wave and 2048 <= p.Sk <= MAX_CLUSTER_KEYS:
+        if tiles >= wave and (many_rows or 2048 <= p.Sk <= MAX_CLUSTER_KEYS):
             return 4, 2, 32
         return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
     if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:

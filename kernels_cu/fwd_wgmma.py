@@ -235,13 +235,13 @@ invariant_kernel = replace(
 )  # fmt: skip
 
 
-LEAST_KEYS, MOST_WAVES = 512, 6  # keys of a split; of blocks with splits
+LEAST_KEYS, MOST_WAVES = 512, 6  # fewest keys of a split; most waves of blocks if keys are split
 
 
 @lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
 def best_splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile. Each has at least LEAST_KEYS keys, and all are at most MOST_WAVES
-    waves: of the numbers up to 40, and some 40 larger ones, the one with the lowest estimate."""
+    """Blocks that share the keys of a work tile: of 1 to 40 and up to 40 larger numbers, as far as LEAST_KEYS and
+    MOST_WAVES permit, the one with the lowest estimate."""
     most = min(keys_of_row(p) // LEAST_KEYS, MOST_WAVES * t.BLOCKS // max(work_tiles(p, t), 1))
     tried = (*range(1, min(max(1, most), 40) + 1), *range(41, most + 1, 1 + most // 40))
     return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))

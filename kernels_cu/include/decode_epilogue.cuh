@@ -23,14 +23,16 @@ struct WarpResult {
     __device__ __forceinline__ float2& sums(int r) const {
         return reinterpret_cast<float2*>(smem + SUMS_AT)[warp * BLOCK_M + r];
     }
+    // factors: of the queries (RowFactors).
     template <class Factors>
-    __device__ __forceinline__ void store(const Softmax& state, const Factors& factors) const {
+    __device__ __forceinline__ void store(Softmax& state, const Factors& factors) const {
+        factors.finish(state.m, state.l);
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
             const int rt = i / 2, r = i % 2, row = 8 * rt + 2 * q + r;
             const float l = column_sum(state.l[rt][r]);
-            if (g == 0) sums(row) = make_float2(state.m[rt][r] * factors.in_scale(rt, r), l);
+            if (g == 0) sums(row) = make_float2(state.m[rt][r], l);
 #pragma unroll
             for (int dt = 0; dt < V_TILES; ++dt) {
                 const float low = state.O[dt][rt][r], high = state.O[dt][rt][r + 2];

@@ -67,8 +67,8 @@ struct SplitPart {
 };
 
 // The pages of the keys that a warp loads. They are read 32 tiles at a time, by lane i those of the i-th tile: a warp
-// that reads the page of each tile waits for it some 1000 cycles, behind its own copies. ADDRESSED = 1: read one tile
-// ahead, by each lane that of its key.
+// that reads the page of each tile waits for it some 1000 cycles, behind its own copies. ADDRESSED = 1: one tile at a
+// time, by each lane that of its key, two tiles before it is needed.
 struct PagesAhead {
     static constexpr bool BY_KEY = ADDRESSED == 1;
     static constexpr int PER_TILE = ADDRESSED == 16 && BLOCK_N == 32 ? 2 : 1, TILES = BY_KEY ? 1 : 32;
@@ -99,10 +99,11 @@ struct PagesAhead {
             const int page = BY_KEY || PAGE_SIZE == 0 ? now[i] : __shfl_sync(0xffffffffu, now[i], tile);
             addresses[i] = part.seqlen.key_address(key(part, j, i, lane), page);
         }
-        if (PAGE_SIZE == 0 || tile < TILES - 1) return;
+        if (PAGE_SIZE > 0 && tile == TILES - 1) {
 #pragma unroll
-        for (int i = 0; i < PER_TILE; ++i) now[i] = later[i];
-        read(later, part, j + (TILES + 1) * WARPS, lane);
+            for (int i = 0; i < PER_TILE; ++i) now[i] = later[i];
+            read(later, part, j + (TILES + 1) * WARPS, lane);
+        }
     }
 };
 

@@ -99,6 +99,7 @@ struct TileCopies {
 // are immediates.
 template <int COLUMNS, bool ONE_REGISTER = false, class Tile_ = SwizzledRows<COLUMNS>>
 struct FragmentOffsets {
+    static_assert(!ONE_REGISTER, "specialised below for SwizzledRows<COLUMNS>");
     using Tile = Tile_;
     unsigned at[Tile::GROUP / 2];
     __device__ __forceinline__ FragmentOffsets(unsigned row, unsigned chunk) {

@@ -1,9 +1,10 @@
 // bfloat16 queries over float8 keys become halves: then two elements of a key take one conversion instead of four
 // (experiment 028).
 //
-// Each row is multiplied by a power of two, so that its largest element is in [2^14, 2^15). Elements of at least 2^-31
-// of the largest are exact; the error of the others is at most 2^-39 of it. Scores, or the scale of the
-// softmax, are multiplied by the reciprocal.
+// Each row is multiplied by a power of two, so that its largest element is in [2^14, 2^15), or by 2^52 if the row is
+// smaller than 2^-38. Elements of at least 2^-31 of the largest, or of 2^-66, are exact; the error of the others is at
+// most 2^-39 of the largest, or 2^-77. Scores that an option modifies are multiplied by the reciprocal; other scores
+// keep the unit of their row, and the reciprocal belongs to the scale of the softmax, which stays normal.
 #pragma once
 #include "mma_operands.cuh"
 
@@ -25,8 +26,8 @@ __device__ __forceinline__ float row_as_halves(uint4* row, unsigned lane) {
     static_assert(CHUNKS <= 32, "one per lane");
     const uint4 x = lane < CHUNKS ? row[lane] : make_uint4(0, 0, 0, 0);
     const unsigned largest = max(max(magnitude(x.x), magnitude(x.y)), max(magnitude(x.z), magnitude(x.w)));
-    // The biased exponent; at least 15, so that the reciprocal is normal.
-    const int exponent = max(static_cast<int>(__reduce_max_sync(0xffffffffu, largest) >> 23), 15);
+    // The biased exponent; at least 89, so that the reciprocal times Head::MIN_SCALE is normal.
+    const int exponent = max(static_cast<int>(__reduce_max_sync(0xffffffffu, largest) >> 23), 89);
     const float factor = __int_as_float((268 - exponent) << 23);  // 2^(14 - (exponent - 127))
     if (lane < CHUNKS)
         row[lane] = make_uint4(scaled_halves(x.x, factor), scaled_halves(x.y, factor), scaled_halves(x.z, factor),
@@ -34,16 +35,16 @@ __device__ __forceinline__ float row_as_halves(uint4* row, unsigned lane) {
     return __int_as_float((exponent - 14) << 23);
 }
 
-// The factors of the scores of a lane's rows: 2q and 2q + 1 of every 8. Scores that no option modifies keep the unit of
-// their row, and the factor belongs to the scale of the softmax.
+// The factors of the scores of a lane's rows: 2q and 2q + 1 of every 8.
 template <int ROWS, int WARPS_, class QTile>
 struct RowFactors {
     static constexpr bool IN_SCALE = !Head::HAS_SCORE_MOD;
+    const float2* const own;
     float of[ROWS / 8][2];
-    __device__ __forceinline__ float in_scale(int row_tile, int r) const { return IN_SCALE ? of[row_tile][r] : 1.0f; }
     // Converts the block's queries in shared memory, by all warps. sums: room for each warp's sums at the end, where it
     // finds its own copy of the factors: no other warp reads it.
-    __device__ __forceinline__ RowFactors(char* Q_smem, float2* sums, unsigned warp, unsigned lane) {
+    __device__ __forceinline__ RowFactors(char* Q_smem, float2* sums, unsigned warp, unsigned lane)
+        : own(sums + warp * ROWS + lane % 4 * 2) {
 #pragma unroll 2
         for (int row = warp; row < ROWS; row += WARPS_) {
             const float factor =
@@ -52,14 +53,26 @@ struct RowFactors {
         }
         __syncthreads();  // all rows are converted
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) of[i / 2][i % 2] = sums[warp * ROWS + i / 2 * 8 + lane % 4 * 2 + i % 2].x;
-        __syncwarp();  // all lanes have read the factors before a warp without keys stores its sums there
+        for (int i = 0; i < ROWS / 4; ++i) of[i / 2][i % 2] = read(i);
+    }
+    __device__ __forceinline__ float read(int i) const { return own[i / 2 * 8 + i % 2].x; }
+    __device__ __forceinline__ float in_scale(int row_tile, int r) const { return IN_SCALE ? of[row_tile][r] : 1.0f; }
+    // Converts m to the unit of scores; an overflow makes l NaN. Reads the factors again, for which the mainloop then
+    // needs no registers. After this call the warp may store its sums in their place.
+    __device__ __forceinline__ void finish(float (&m)[ROWS / 8][2], float (&l)[ROWS / 8][2]) const {
+#pragma unroll
+        for (int i = 0; i < (IN_SCALE ? ROWS / 4 : 0); ++i) {
+            float& x = m[i / 2][i % 2];
+            const float score = x * read(i);
+            if (x != -INF) l[i / 2][i % 2] += score - score;
+            x = score;
+        }
+        __syncwarp();  // all lanes have read the factors, also of a warp without keys
     }
     template <int KEY_TILES>
     __device__ __forceinline__ void apply(float (&S)[KEY_TILES][ROWS / 8][4]) const {
-        if (IN_SCALE) return;
 #pragma unroll
-        for (int i = 0; i < KEY_TILES * ROWS / 2; ++i)
+        for (int i = 0; i < (IN_SCALE ? 0 : KEY_TILES * ROWS / 2); ++i)
             S[i * 2 / ROWS][i / 4 % (ROWS / 8)][i % 4] *= of[i / 4 % (ROWS / 8)][i % 2];
     }
 };
@@ -74,6 +87,7 @@ struct RowFactors {
     static constexpr bool IN_SCALE = false;
     __device__ __forceinline__ RowFactors(char*, float2*, unsigned, unsigned) {}
     __device__ __forceinline__ float in_scale(int, int) const { return 1.0f; }
+    __device__ __forceinline__ void finish(float (&)[ROWS / 8][2], float (&)[ROWS / 8][2]) const {}
     template <int KEY_TILES>
     __device__ __forceinline__ void apply(float (&)[KEY_TILES][ROWS / 8][4]) const {}
 };

@@ -1,5 +1,6 @@
 // Online softmax of S^T and O^T (decode_products.cuh), with deferred rescaling as in softmax_mma.cuh. A lane has packed
-// rows 2q and 2q + 1 of every 8, of the keys g and g + 8 of every 16. Scores are raw (score_mod.cuh).
+// rows 2q and 2q + 1 of every 8, of the keys g and g + 8 of every 16. Scores are raw (score_mod.cuh), with
+// RowFactors::IN_SCALE divided by the factor of their row.
 #pragma once
 #include "decode_products.cuh"
 #include "softmax_rows.cuh"
@@ -10,7 +11,7 @@ using LaneRows = float[ROW_TILES][2];
 // O, m and l of a warp's rows.
 struct TransposedSoftmax {
     float O[V_TILES][ROW_TILES][4];
-    LaneRows m, l;  // m: maximum of raw scores; l: sum over this lane's keys
+    LaneRows m, l;  // m: maximum of these scores; l: sum over this lane's keys
     bool large;     // Head::is_large of some m of the warp: then m is updated in every step
 
     __device__ __forceinline__ void reset() {

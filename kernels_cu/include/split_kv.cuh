@@ -202,12 +202,12 @@ struct StreamScheduler : RoundsOfEntries {
     }
 };
 
-// Which of two schedulers a kernel needs: one that assigns blocks by the entries' keys, or EqualSplits.
-template <class Dynamic, bool DYNAMIC = DYNAMIC_SPLITS>
+// The scheduler of a kernel: ByKeys, which assigns blocks by the entries' keys, or EqualSplits.
+template <class ByKeys, bool DYNAMIC = DYNAMIC_SPLITS>
 struct SchedulerOf {
-    using Type = Dynamic;
+    using Type = ByKeys;
 };
-template <class Dynamic>
-struct SchedulerOf<Dynamic, false> {
+template <class ByKeys>
+struct SchedulerOf<ByKeys, false> {
     using Type = EqualSplits;
 };

@@ -294,6 +294,18 @@ def test_queries_of_any_magnitude_over_float8_keys(of_k: torch.dtype, where: str
 
 
 @BOTH
+@pytest.mark.parametrize("causal", [False, True])
+def test_zeros_times_a_small_descale(where: str, causal: bool) -> None:
+    """Queries that are zeros have the smallest factor: times the smallest scale it is not 0, as -INF * 0 is NaN."""
+    q, k, v = tensors(torch.bfloat16, E4M3, E4M3, device=where)
+    q[:, :, 3:6] = 0.0
+    for of_k in (1e-8, torch.tensor([[0.5, 0.0]], device=where)):
+        out = sandbox.attention(q, k, v, kernel="fwd_decode", descale=(1.0, of_k, 1.0), causal=causal)
+        told = of_k.cpu().numpy() if isinstance(of_k, torch.Tensor) else of_k
+        check(*(x.cpu() for x in (out, q, k, v)), descale=(1.0, told, 1.0), causal=causal)
+
+
+@BOTH
 def test_queries_with_small_and_large_elements_over_float8_keys(where: str) -> None:
     """Elements of 2^-30 of the row's largest one count where the key is 0 at the largest one."""
     q, k, v = tensors(torch.bfloat16, E4M3, E4M3, device=where)

@@ -119,7 +119,7 @@ SEVENTY = {  # number of keys of batch entries 0 ... 31, 32 ... 63 and 64 ... 69
 @pytest.mark.parametrize("blocks", [1, 7])
 @pytest.mark.parametrize("of", SEVENTY)
 @pytest.mark.sampled(2)
-def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None:
+def test_blocks_check_seventy_entries(of: str, blocks: int, device: Device) -> None:
     """A warp assigns blocks to 32 batch entries at a time: every group of 32 counts, also the last one, which is not
     full. A row without a block stays NaN, as outputs and scratch are before the launch. Six heads: two blocks of the
     combine kernel, with three each."""
@@ -128,10 +128,10 @@ def test_blocks_of_seventy_entries(of: str, blocks: int, device: Device) -> None
         Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=blocks, CLUSTER=1),
         Tile(BLOCK_M=32, BLOCK_N=16, WARPS=2, STAGES=3, BLOCKS=blocks, CLUSTER=1),  # O leaves room for one early tile
     ):
-        of_seventy_entries(of, tile, problem, device)
+        check_seventy_entries(of, tile, problem, device)
 
 
-def of_seventy_entries(of: str, tile: Tile, problem: Problem, device: Device) -> None:
+def check_seventy_entries(of: str, tile: Tile, problem: Problem, device: Device) -> None:
     inputs = inputs_of("forward", Case("lengths", problem))
     inputs["key_lengths"] = np.array(SEVENTY[of], np.int32)
     found = trial.launch(KERNEL, tile, problem, inputs, device).outputs
