@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.table import Table
@@ -136,6 +137,26 @@ def _worst(rows: Sequence[Row], name: str, against: str) -> tuple[float, Any]:
     """(the lowest speed of a contender relative to the peer, its problem)."""
     found = ((_ratio(there.get(name), there.get(against)), problem) for problem, there in by_problem(rows).items())
     return min(((ratio, problem) for ratio, problem in found if ratio), key=lambda pair: pair[0])
+
+
+def choices(rows: Sequence[Row], chosen: Callable[[Any], str]) -> Iterator[Text]:
+    """How fast the kernels are that `attention` chooses, relative to the fastest kernel and to the fastest peer of each
+    problem. chosen: the kernel's name for a problem. Problems with fewer than two timed kernels are left out."""
+    found: dict[str, list[tuple[float, Any]]] = {"the fastest kernel": [], "the fastest peer": []}
+    for problem, there in by_problem(rows).items():
+        kernels = {name: row["ms"] for name, row in there.items() if name == row["kernel"] and row["ms"]}
+        peers = [row["ms"] for row in there.values() if row["kind"] == "peer" and row["ms"]]
+        if len(kernels) < 2 or not (ms := kernels.get(chosen(problem))):
+            continue
+        for values, others in zip(found.values(), (kernels.values(), peers), strict=True):
+            if others:
+                values.append((min(others) / ms, problem))
+    for other, values in found.items():
+        if values:
+            mean, (least, problem) = statistics.geometric_mean(x for x, _ in values), min(values, key=itemgetter(0))
+            problems = f"{len(values)} problem{'s' if len(values) > 1 else ''}"
+            text = f" : {other}, geometric mean of {problems}: {times(mean)}; lowest {times(least)} on"
+            yield Text.assemble(("attention's choice", "bold"), f"{text} {problem}")
 
 
 def notes(rows: Sequence[Row], against: str | None) -> Iterator[Text]:

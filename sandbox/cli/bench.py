@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from ..bench.peers import Contender
 from ..bench.rows import problem_of as problem_of_row
 from ..bench.rows import read_rows, recorded, stored_rows
 from ..bench.timing import Limits
-from ..core.errors import SandboxError
+from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
+from ..engine import choose
+from ..launch import driver
 from ..pages import reports
 from ..verify.suite import suite_of
 from .group import cli
@@ -137,7 +140,7 @@ def bench_(
     computes = "backward" if backward else "forward"
     if show:
         alone("--show", "show", "backward", "against", "prefix", "html", "as_json")
-    rows, stopped = stored_rows(show, computes) if show else [], None
+    rows, stopped, custom = stored_rows(show, computes) if show else [], None, False
     if not show:
         chosen = [k for k in chosen_kernels(kernels) if kernels or k.computes == computes]
         parsed = [Tile.parse(tile) for tile in tiles]
@@ -175,7 +178,7 @@ def bench_(
             rows.extend(followed(recorded(found, out), lambda r: f"{problem_of_row(r)} {r['contender']}", total))
         except (KeyboardInterrupt, SandboxError) as error:
             stopped = error
-    _show_rows(rows, against, prefix, as_json)
+    _show_rows(rows, against, prefix, as_json, None if show or custom else partial(_chosen, computes))
     if html and rows:
         save_page(html, reports.bench(rows, against))
     if stopped:
@@ -237,13 +240,25 @@ def _operation_peers(names: str) -> list[str] | None:
     return [name.strip() for name in names.split(",") if name != "none"] if on_command_line("names") else None
 
 
-def _show_rows(rows: list[dict[str, Any]], against: str | None, prefix: Path | None, as_json: bool) -> None:
+def _chosen(computes: str, problem: Problem) -> str:
+    """Name of the kernel that `attention` chooses on this GPU; empty if there is none."""
+    try:
+        return choose.choose_kernel(problem, computes, driver.device().arch if driver.available() else None).name
+    except UnsupportedProblem:
+        return ""
+
+
+def _show_rows(
+    rows: list[dict[str, Any]], against: str | None, prefix: Path | None, as_json: bool,
+    chosen: Callable[[Problem], str] | None,
+) -> None:  # fmt: skip
+    """chosen: for rows of this run (bench_report.choices)."""
     if as_json:
         print_json(rows)
     elif rows:
         peer = bench_report.pick_peer(rows, against)
         show_table(bench_report.bench_table(rows, peer, screen().width))
-        for text in bench_report.notes(rows, peer):
+        for text in (*(bench_report.choices(rows, chosen) if chosen else ()), *bench_report.notes(rows, peer)):
             say(text)
     if prefix and rows:
         for path in plot.draw(rows, prefix):

@@ -789,6 +789,21 @@ def test_table_and_notes() -> None:
             assert wanted in text, (width, wanted)
 
 
+def test_how_fast_the_chosen_kernels_are() -> None:
+    """Relative to the fastest kernel, and to the fastest peer; without problems of which only one kernel was timed."""
+    p, long, alone = (dataclasses.replace(SMALL, Sk=SMALL.Sk * n) for n in (1, 2, 3))
+    found = [
+        *(row("fwd_x", p, 2e-6, "fwd_x"), row("fwd_y", p, 1e-6, "fwd_y"), row("a", p, 3e-6), row("b", p, 8e-6)),
+        *(row("fwd_x", long, 4e-6, "fwd_x"), row("fwd_y", long, 5e-6, "fwd_y"), row("a", long, None, ok=None)),
+        *(row("fwd_x", alone, 1e-6, "fwd_x"), row("a", alone, 1e-6)),
+    ]
+    said = [str(text) for text in bench_report.choices([r.as_json() for r in found], lambda problem: "fwd_x")]
+    assert said == [
+        f"attention's choice : the fastest kernel, geometric mean of 2 problems: 0.71; lowest 0.50 on {p}",
+        f"attention's choice : the fastest peer, geometric mean of 1 problem: 1.50; lowest 1.50 on {p}",
+    ]
+
+
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png, svg = plot.draw(grid_rows(), tmp_path / "a" / "paper")
