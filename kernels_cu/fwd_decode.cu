@@ -21,8 +21,8 @@
 // clang-format on
 //
 // A warp reads the pages of 32 of its key tiles at once (decode_load.cuh). If a tile of 32 keys is in two pages, each
-// half has an address; in pages that are no multiple of 16, each key has one. Rescaling is
-// deferred as in fwd_mma. float8: a tile of the same size in bytes has twice as many keys (decode_products.cuh).
+// half has an address; in pages that are no multiple of 16, each key has one. Rescaling is deferred as in fwd_mma.
+// float8: a tile of the same size in bytes has twice as many keys (decode_products.cuh).
 //
 // Measurements: experiments/020_decode, 028_serving.
 #include "mma_smem.cuh"
@@ -37,8 +37,9 @@ constexpr int STEP_D = 2 * CHUNK;                                    // columns 
 constexpr int D_PAD = (HEAD_DIM + STEP_D - 1) / STEP_D * STEP_D;     // columns >= HEAD_DIM are zeros
 constexpr int DV_PAD = (HEAD_DIM_V + STEP_D - 1) / STEP_D * STEP_D;
 constexpr int Q_COLUMNS = D_PAD * sizeof(dtype) / 2, K_COLUMNS = D_PAD * KEY_BYTES / 2,
-              V_COLUMNS = DV_PAD * KEY_BYTES / 2;                       // of 16 bits
-using QTile = SwizzledRows<Q_COLUMNS, FLOAT8_KEYS && !FLOAT8 ? 2 : 1>;  // QueryLoader
+              V_COLUMNS = DV_PAD * KEY_BYTES / 2;              // of 16 bits
+constexpr bool CONVERTS_KEYS = FLOAT8_KEYS && !FLOAT8;         // decode_products.cuh
+using QTile = SwizzledRows<Q_COLUMNS, CONVERTS_KEYS ? 2 : 1>;  // QueryLoader
 using KTile = SwizzledRows<K_COLUMNS>;
 using VTile = SwizzledRows<V_COLUMNS>;
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;

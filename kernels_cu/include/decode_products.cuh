@@ -19,7 +19,6 @@
 constexpr int ROW_TILES = BLOCK_M / 8, KEY_TILES = BLOCK_N / 16, V_TILES = DV_PAD / 16;
 constexpr int K_STEPS = D_PAD / STEP_D;                                // of 32 bytes of a row of K
 constexpr int Q_STEP_REGISTERS = 2 * sizeof(dtype) / sizeof(dtype_k);  // of 8 rows
-constexpr bool CONVERTS_KEYS = FLOAT8_KEYS && !FLOAT8;
 using ScoreTiles = float[KEY_TILES][ROW_TILES][4];
 
 // S += K Q^T of one step and 16 keys, and O += V^T P^T of 32 bytes of each of 16 keys. K, V: results of ldmatrix.

@@ -144,13 +144,12 @@ def choices(rows: Sequence[Row], chosen: Callable[[Any], str]) -> Iterator[Text]
     problem. chosen: the kernel's name for a problem. Problems with fewer than two timed kernels are left out."""
     found: dict[str, list[tuple[float, Any]]] = {"the fastest kernel": [], "the fastest peer": []}
     for problem, there in by_problem(rows).items():
-        kernels = {name: row["ms"] for name, row in there.items() if name == row["kernel"] and row["ms"]}
-        peers = [row["ms"] for row in there.values() if row["kind"] == "peer" and row["ms"]]
-        if len(kernels) < 2 or not (ms := kernels.get(chosen(problem))):
-            continue
+        kernels = {name: row for name, row in there.items() if name == row["kernel"] and row["ms"]}
+        peers = [row for row in there.values() if row["kind"] == "peer"]
+        own = kernels.get(chosen(problem)) if len(kernels) > 1 else None
         for values, others in zip(found.values(), (kernels.values(), peers), strict=True):
-            if others:
-                values.append((min(others) / ms, problem))
+            if ratios_to := [ratio for other in others if (ratio := _ratio(own, other))]:
+                values.append((min(ratios_to), problem))
     for other, values in found.items():
         if values:
             mean, (least, problem) = statistics.geometric_mean(x for x, _ in values), min(values, key=itemgetter(0))

@@ -22,9 +22,9 @@ from ..core.errors import SandboxError, UnsupportedProblem
 from ..core.kernel import Kernel
 from ..core.problem import Problem
 from ..core.tile import Tile
-from ..engine import choose
-from ..launch import driver
+from ..engine import choose, pipeline
 from ..pages import reports
+from ..verify.check import pick_device
 from ..verify.suite import suite_of
 from .group import cli
 from .options import (
@@ -243,7 +243,7 @@ def _operation_peers(names: str) -> list[str] | None:
 def _chosen(computes: str, problem: Problem) -> str:
     """Name of the kernel that `attention` chooses on this GPU; empty if there is none."""
     try:
-        return choose.choose_kernel(problem, computes, driver.device().arch if driver.available() else None).name
+        return choose.choose_kernel(problem, computes, pipeline.arch_of(pick_device(None))).name
     except UnsupportedProblem:
         return ""
 

@@ -14,9 +14,7 @@ from ..core.errors import UnsupportedProblem
 from ..core.kernel import INVARIANCES, Arch, Kernel
 from ..core.operation import Operation
 from ..core.problem import Problem
-from ..engine import choose
-from ..launch.dlpack import HOST
-from ..launch.driver import device
+from ..engine import choose, pipeline
 from ..toolchain import arch as architectures
 from ..verify.check import pick_device
 from ..verify.report import table
@@ -125,8 +123,7 @@ def _row(candidate: choose.Candidate, chosen: bool) -> dict[str, object]:
 
 def _arch(name: str | None) -> Arch | None:
     if name is None:
-        here = pick_device(None)
-        return None if here == HOST else device(here[1]).arch
+        return pipeline.arch_of(pick_device(None))
     return None if name == "cpu" else architectures.parse(name)
 
 
