@@ -17,8 +17,7 @@ from ..engine.choose import choose_kernel
 from ..engine.staging import Staged
 from ..launch import dlpack, driver
 from ..verify import trial
-from ..verify.cases import Case, make_inputs
-from ..verify.scores import score_inputs
+from ..verify.cases import Case, inputs_of
 from ..verify.suite import suite_of
 from .profiler import Subject
 
@@ -49,12 +48,11 @@ def _tensors(subject: Subject) -> dict[str, Staged]:
     kernel, p = subject.spec(), subject.problem
     if kernel.custom:
         return _staged(suite_of(kernel).inputs(Case("profile", p, layout="contiguous")), {}, subject)
-    q, k, v = make_inputs(Case("profile", p))
-    out = np.random.default_rng(1).standard_normal((p.B, p.H, p.Sq, p.Dv), np.float32)
+    rows = p.batches, p.H, p.rows[0]
+    out = np.random.default_rng(1).standard_normal((*rows, p.Dv), np.float32)
     out = out.astype(dlpack.numpy_dtype(p.dtype_of("O")))
-    given = {"Q": q, "K": k, "V": v, "dO": out, **score_inputs(p)}
-    made = {"O": out, "LSE": np.empty((p.B, p.H, p.Sq), np.float32)}
-    return _staged(given, made, subject)
+    made = {"O": out, "LSE": np.empty(rows, np.float32)}
+    return _staged({**inputs_of("forward", Case("profile", p)), "dO": out}, made, subject)
 
 
 def _staged(given: Mapping[str, Any], made: dict[str, Any], subject: Subject) -> dict[str, Staged]:

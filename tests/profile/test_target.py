@@ -84,3 +84,17 @@ def test_the_tensors_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [name for name, staged in made.items() if any(staged.array is array for array in recorded.sent)]
     assert sent == ["Q", "K", "V", "dO"]
     assert all(0.8 < np.std(made[name].array.astype(np.float32)) < 1.2 for name in sent)
+
+
+@pytest.mark.parametrize(("problem", "names"), [
+    (Problem(2, 2, 1, 128, 16, Hk=1, dtype="float16", page_size=64), {"block_table", "key_lengths"}),
+    (Problem(2, 2, 30, 40, 16, dtype="float16", lengths=((10, 20), (30, 40))), {"cu_seqlens_q", "cu_seqlens_k"}),
+])  # fmt: skip
+def test_the_tensors_of_pages_and_of_sequences(
+    problem: Problem, names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(monkeypatch)
+    made = target._tensors(Subject("fwd_mma", problem, Tile(BLOCK_M=64), "sm_90"))
+    assert names <= {*made}
+    assert made["dO"].array.shape == (problem.batches, 2, problem.rows[0], 16)
+    assert recorded.sent
