@@ -250,7 +250,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
 
         TIMELINE(store);
         const WarpResult result{smem, warp};
-        if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite(state.O)))
+        if (Head::HAS_MASK && __any_sync(0xffffffffu, !all_finite<4>(state.O)))
             store_partial_non_finite(Q, K, V, score, part.seqlen.b, part.row0, kv_head, group, part.first, part.end,
                                      result);
         else result.store(state, factors);

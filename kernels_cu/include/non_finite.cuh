@@ -23,13 +23,9 @@ __device__ __forceinline__ bool all_finite(const float (&accum)[N]) {
     return (CHAINS == 1 ? nan_or_zero[0] : (nan_or_zero[0] + nan_or_zero[1]) + (nan_or_zero[2] + nan_or_zero[3])) ==
            0.0f;
 }
-template <int M_TILES, int N_TILES>
+template <int CHAINS = 1, int M_TILES, int N_TILES>
 __device__ __forceinline__ bool all_finite(const float (&accum)[M_TILES][N_TILES][4]) {
-    float nan_or_zero = 0.0f;
-#pragma unroll
-    for (int i = 0; i < M_TILES * N_TILES * 4; ++i)
-        nan_or_zero = fmaf(accum[i / (N_TILES * 4)][i / 4 % N_TILES][i % 4], 0.0f, nan_or_zero);
-    return nan_or_zero == 0.0f;
+    return all_finite<CHAINS>(*reinterpret_cast<const float (*)[M_TILES * N_TILES * 4]>(accum[0][0]));
 }
 
 // A lane has every 32nd column: at most this many.

@@ -150,7 +150,7 @@ struct SplitScheduler : RoundsOfEntries {
 // is number i + b of all.
 struct StreamScheduler : RoundsOfEntries {
     static constexpr bool STREAM = true;
-    static constexpr int START_ROUNDS = 2;
+    static constexpr int START_ROUNDS = 3;
     int per_block;              // rounds, with START_ROUNDS for each entry
     int before = 0, count = 0;  // the same before the rounds of the current entry; and its rounds
 
