@@ -263,7 +263,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         const Combine combine{O,       LSE,   parts, split, part.seqlen, smem, part.row0, part.rows_end - part.row0,
                               kv_head, group, H};
         TIMELINE(combine);
-        combine.warps();
+        combine.warps(warp, lane);
         if (CLUSTER > 1) {
             cluster_sync();  // the stores of all blocks of the cluster are visible
             combine.ranks();

@@ -11,11 +11,12 @@ struct WarpResult {
     char* const smem;
     const unsigned warp;
 
-    // Four columns of O. The order of each four groups depends on the row, so that of rows 0, 2, 4 and 6, which a warp
-    // stores at the same time, only two are in the same banks.
+    // Four columns of O. The order of each eight groups (or four) depends on the row, so that rows 0, 2, 4 and 6, which
+    // a warp stores at the same time, are in different banks (or two of them in the same banks).
+    static constexpr int PERIOD = DV_PAD % 32 == 0 ? 32 : 16;  // columns
     __device__ __forceinline__ float4& O(int r, int quad) const {
         float4* const row = reinterpret_cast<float4*>(smem + RINGS_AT + warp * RING + O_AT) + r * DV_PAD / 4;
-        return row[quad ^ r / 2 % 4];
+        return row[quad ^ r / 2 % 4 * (PERIOD / 16)];
     }
     __device__ __forceinline__ float& O_element(int r, int column) const {
         return reinterpret_cast<float*>(&O(r, column / 4))[column % 4];
@@ -28,16 +29,21 @@ struct WarpResult {
     __device__ __forceinline__ void store(Softmax& state, const Factors& factors) const {
         factors.finish(state.m, state.l);
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+        // The addresses of row 2q and the first PERIOD columns; the others follow at constant distances.
+        float* first[PERIOD / 8];
+#pragma unroll
+        for (int c = 0; c < PERIOD / 8; ++c) first[c] = &O_element(2 * q, 8 * c + (FLOAT8_KEYS ? 2 * g : g));
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
-            const int rt = i / 2, r = i % 2, row = 8 * rt + 2 * q + r;
+            const int rt = i / 2, r = i % 2;
             const float l = column_sum(state.l[rt][r]);
-            if (g == 0) sums(row) = make_float2(state.m[rt][r], l);
+            if (g == 0) sums(8 * rt + 2 * q + r) = make_float2(state.m[rt][r], l);
 #pragma unroll
             for (int dt = 0; dt < V_TILES; ++dt) {
                 const float low = state.O[dt][rt][r], high = state.O[dt][rt][r + 2];
-                if (FLOAT8_KEYS) *reinterpret_cast<float2*>(&O_element(row, 16 * dt + 2 * g)) = make_float2(low, high);
-                else O_element(row, 16 * dt + g) = low, O_element(row, 16 * dt + 8 + g) = high;
+                const int c = 16 * dt % PERIOD / 8, at = (8 * rt + r) * DV_PAD + 16 * dt / PERIOD * PERIOD;
+                if (FLOAT8_KEYS) *reinterpret_cast<float2*>(first[c] + at) = make_float2(low, high);
+                else first[c][at] = low, first[c + 1][at] = high;
             }
         }
     }
@@ -76,50 +82,85 @@ struct Combine {
     __device__ __forceinline__ WarpResult of_warp(int w) const { return {smem, static_cast<unsigned>(w)}; }
     // The sums of this block's own part, where Q was.
     __device__ __forceinline__ float2& own_sums(int r) const { return reinterpret_cast<float2*>(smem)[r]; }
-    __device__ __forceinline__ void store(const PackedRow& row, const Head& head, int quad,
-                                          const CombinedRow& sum) const {
-        const long long number = head.lse_offset(H, row.h) + row.i;
-        if (split.splits == 1) store_row(O, LSE, head, row.h, row.i, number, quad, sum);
-        else parts.store(Partials::row(seqlen.score, row.h, row.i, number), split.split, quad, sum);
+    __device__ __forceinline__ long long number_of(const PackedRow& row, const Head& head) const {
+        return head.lse_offset(H, row.h) + row.i;
     }
 
-    // Four columns of a row go to the block that combines them. Its own ones replace those of warp 0, which only this
-    // thread reads, and their sums replace Q, which no warp reads any more. With room for them in distributed shared
-    // memory, two blocks instead of three would run on an SM (1.04 to 1.2 times as fast; experiment 020).
-    __device__ __forceinline__ void store_for_ranks(int r, int quad, const CombinedRow& sum) const {
-        const int rank = cluster_cta_rank(), owner = quad / RANK_QUADS, rank_quad = quad - owner * RANK_QUADS;
-        const float2 sums = make_float2(sum.m, sum.l);
-        if (owner == rank) {
-            of_warp(0).O(r, quad) = sum.O;
-            if (rank_quad == 0) own_sums(r) = sums;
+    // What a lane knows of a row: the weight of one warp's O; the factor of the weighted sum, and where it is stored.
+    struct RowStore {
+        float weight, O_scale = 1.0f;
+        unsigned long long to;  // a row of O, or of partial results
+    };
+    // Combines m and l of row r. Each of WARPS adjacent lanes has those of one warp, `part`; part 0 stores the result.
+    __device__ __forceinline__ RowStore combine_sums(int r, int part, bool stores) const {
+        const PackedRow row(row0 + r, kv_head, group);
+        const Head head(seqlen, row.h);
+        const float2 own = of_warp(part).sums(r);
+        float m = own.x;
+#pragma unroll
+        for (int lanes = 1; lanes < WARPS; lanes *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, lanes));
+        RowStore found;
+        found.weight = rescale_factor(own.x, m, head.softmax_scale * Head::LOG2E);
+        float l = found.weight * own.y;
+#pragma unroll
+        for (int lanes = 1; lanes < WARPS; lanes *= 2) l += __shfl_xor_sync(0xffffffffu, l, lanes);
+        if (CLUSTER > 1) {
+            if (stores) store_sums_for_ranks(r, make_float2(m, l));
+        } else if (split.splits == 1) {
+            const FinalizedRow final_row = head.finalize(m, l);
+            found.O_scale = final_row.O_scale;
+            found.to = reinterpret_cast<unsigned long long>(head.query(O, row.h, row.i));
+            if (stores) LSE[number_of(row, head)] = final_row.lse;
         } else {
-            const int to = slot(rank, owner) * BLOCK_M + r;
-            map_shared_rank(O_dsmem(), owner)[to * RANK_QUADS + rank_quad] = sum.O;
-            if (rank_quad == 0) map_shared_rank(sums_dsmem(), owner)[to] = sums;
+            const long long number = Partials::row(seqlen.score, row.h, row.i, number_of(row, head));
+            found.to = reinterpret_cast<unsigned long long>(parts.O(number, split.split));
+            if (stores) *parts.sums(number, split.split) = make_float2(m, l);
+        }
+        return found;
+    }
+    // Sums replace Q, which no warp reads any more.
+    __device__ __forceinline__ void store_sums_for_ranks(int r, const float2& sums) const {
+        const int rank = cluster_cta_rank();
+#pragma unroll
+        for (int owner = 0; owner < CLUSTER; ++owner) {
+            if (owner == rank) own_sums(r) = sums;
+            else map_shared_rank(sums_dsmem(), owner)[slot(rank, owner) * BLOCK_M + r] = sums;
         }
     }
+    // Four columns of a row go to the block that combines them. Its own ones replace those of warp 0, which only this
+    // thread reads. With room for them in distributed shared memory, two blocks instead of three would run on an SM
+    // (1.04 to 1.2 times as fast; experiment 020).
+    __device__ __forceinline__ void store_O_for_ranks(int r, int quad, const float4& sum) const {
+        const int rank = cluster_cta_rank(), owner = quad / RANK_QUADS, rank_quad = quad - owner * RANK_QUADS;
+        if (owner == rank) of_warp(0).O(r, quad) = sum;
+        else map_shared_rank(O_dsmem(), owner)[(slot(rank, owner) * BLOCK_M + r) * RANK_QUADS + rank_quad] = sum;
+    }
 
-    // A thread combines four columns of a row, or eight if BLOCK_M = 32.
-    __device__ __forceinline__ void warps() const {
-        constexpr int QUADS_PER_THREAD = BLOCK_M > 16 ? 2 : 1;
-#pragma unroll 1
-        for (int i = threadIdx.x * QUADS_PER_THREAD; i < valid_rows * QUADS; i += QUADS_PER_THREAD * THREADS) {
-            const int r = i / QUADS;
-            const PackedRow row(row0 + r, kv_head, group);
-            const Head head(seqlen, row.h);
-            float2 sums_of_warps[WARPS];
+    // A warp combines rows warp, warp + WARPS, ...: m and l of all of them at the same time, then O, with a lane for
+    // four columns.
+    __device__ __forceinline__ void warps(int warp, int lane) const {
+        static_assert(BLOCK_M <= 32 && BLOCK_M % WARPS == 0, "a lane for each result of each row");
+        const int row_of_lane = warp + lane / WARPS * WARPS, part = lane % WARPS;
+        const RowStore own = combine_sums(min(row_of_lane, BLOCK_M - 1), part, part == 0 && row_of_lane < valid_rows);
+        const int elements = max((valid_rows - warp + WARPS - 1) / WARPS, 0) * QUADS;
+#pragma unroll 2
+        for (int first = 0; first < elements; first += 32) {
+            const int i = min(first + lane, elements - 1), number = i / QUADS, r = warp + number * WARPS,
+                      quad = i % QUADS;
+            float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) sums_of_warps[w] = of_warp(w).sums(r);
-#pragma unroll
-            for (int quad = i % QUADS; quad < i % QUADS + QUADS_PER_THREAD; ++quad) {
-                float4 O_of_warps[WARPS];
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) O_of_warps[w] = of_warp(w).O(r, quad);
-                CombinedRow sum;
-                sum.add(sums_of_warps, O_of_warps, head.softmax_scale * Head::LOG2E);
-                if (CLUSTER == 1) store(row, head, quad, sum);
-                else store_for_ranks(r, quad, sum);
+            for (int w = 0; w < WARPS; ++w) {
+                const float weight = __shfl_sync(0xffffffffu, own.weight, number * WARPS + w);
+                const float4 O_of_warp = of_warp(w).O(r, quad);
+                sum.x += weight * O_of_warp.x, sum.y += weight * O_of_warp.y;
+                sum.z += weight * O_of_warp.z, sum.w += weight * O_of_warp.w;
             }
+            const float O_scale = __shfl_sync(0xffffffffu, own.O_scale, number * WARPS);
+            const unsigned long long to = __shfl_sync(0xffffffffu, own.to, number * WARPS);
+            if (first + lane >= elements) continue;
+            if (CLUSTER > 1) store_O_for_ranks(r, quad, sum);
+            else if (split.splits > 1) reinterpret_cast<float4*>(to)[quad] = sum;
+            else store_quad(reinterpret_cast<dtype_o*>(to), quad, sum, O_scale);
         }
     }
 
@@ -143,7 +184,10 @@ struct Combine {
             }
             CombinedRow sum;
             sum.add(sums_of_ranks, O_of_ranks, head.softmax_scale * Head::LOG2E);
-            store(row, head, first_quad + rank_quad, sum);
+            const long long number = number_of(row, head);
+            const int quad = first_quad + rank_quad;
+            if (split.splits == 1) store_row(O, LSE, head, row.h, row.i, number, quad, sum);
+            else parts.store(Partials::row(seqlen.score, row.h, row.i, number), split.split, quad, sum);
         }
     }
 };

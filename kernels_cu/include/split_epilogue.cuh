@@ -40,16 +40,19 @@ __device__ __forceinline__ float2 partial_non_finite(const View<const dtype>& Q,
     return make_float2(m, l);
 }
 
-// Stores columns 4 quad .. 4 quad + 3 of a row of O, and for quad 0 its LSE. number: the row's index in LSE.
+// Stores columns 4 quad .. 4 quad + 3 of a row of O.
+__device__ __forceinline__ void store_quad(dtype_o* row, int quad, const float4& sum, float scale) {
+    constexpr bool WIDE = sizeof(dtype_o) == 4;  // fp32 output of float8 inputs
+    const float4 o = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
+    if (WIDE) *reinterpret_cast<float4*>(row + 4 * quad) = o;
+    else *reinterpret_cast<uint2*>(row + 4 * quad) = make_uint2(pack(o.x, o.y), pack(o.z, o.w));
+}
+
+// The same, and for quad 0 the row's LSE. number: its index in LSE.
 __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, const Head& head, int h, int i,
                                           long long number, int quad, const CombinedRow& sum) {
-    constexpr bool WIDE = sizeof(dtype_o) == 4;  // fp32 output of float8 inputs
     const FinalizedRow final_row = head.finalize(sum.m, sum.l);
-    const float4 o = make_float4(sum.O.x * final_row.O_scale, sum.O.y * final_row.O_scale, sum.O.z * final_row.O_scale,
-                                 sum.O.w * final_row.O_scale);
-    dtype_o* const to = head.query(O, h, i) + 4 * quad;
-    if (WIDE) *reinterpret_cast<float4*>(to) = o;
-    else *reinterpret_cast<uint2*>(to) = make_uint2(pack(o.x, o.y), pack(o.z, o.w));
+    store_quad(head.query(O, h, i), quad, sum.O, final_row.O_scale);
     if (quad == 0) LSE[number] = final_row.lse;
 }
 
