@@ -20,18 +20,22 @@ __device__ __forceinline__ unsigned magnitude(unsigned pair) {
     return max(pair & 0x7fffffffu, pair << 16 & 0x7fffffffu);
 }
 
-// Converts a row of CHUNKS times 16 bytes in shared memory, by one warp. Returns the reciprocal of the row's factor.
-template <unsigned CHUNKS>
-__device__ __forceinline__ float row_as_halves(uint4* row, unsigned lane) {
-    static_assert(CHUNKS <= 32, "one per lane");
-    const uint4 x = lane < CHUNKS ? row[lane] : make_uint4(0, 0, 0, 0);
-    const unsigned largest = max(max(magnitude(x.x), magnitude(x.y)), max(magnitude(x.z), magnitude(x.w)));
+// Converts a row of CHUNKS times 16 bytes in shared memory, by LANES adjacent lanes, of which this is number `chunk`.
+// Returns the reciprocal of the row's factor.
+template <unsigned CHUNKS, unsigned LANES>
+__device__ __forceinline__ float row_as_halves(uint4* row, unsigned chunk) {
+    static_assert(CHUNKS <= LANES, "one per lane");
+    const uint4 x = chunk < CHUNKS ? row[chunk] : make_uint4(0, 0, 0, 0);
+    unsigned largest = max(max(magnitude(x.x), magnitude(x.y)), max(magnitude(x.z), magnitude(x.w)));
+#pragma unroll
+    for (unsigned lanes = 1; lanes < LANES; lanes *= 2)
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
     // The biased exponent; at least 89, so that the reciprocal times Head::MIN_SCALE is normal.
-    const int exponent = max(static_cast<int>(__reduce_max_sync(0xffffffffu, largest) >> 23), 89);
+    const int exponent = max(static_cast<int>(largest >> 23), 89);
     const float factor = __int_as_float((268 - exponent) << 23);  // 2^(14 - (exponent - 127))
-    if (lane < CHUNKS)
-        row[lane] = make_uint4(scaled_halves(x.x, factor), scaled_halves(x.y, factor), scaled_halves(x.z, factor),
-                               scaled_halves(x.w, factor));
+    if (chunk < CHUNKS)
+        row[chunk] = make_uint4(scaled_halves(x.x, factor), scaled_halves(x.y, factor), scaled_halves(x.z, factor),
+                                scaled_halves(x.w, factor));
     return __int_as_float((exponent - 14) << 23);
 }
 
@@ -45,11 +49,16 @@ struct RowFactors {
     // finds its own copy of the factors: no other warp reads it.
     __device__ __forceinline__ RowFactors(char* Q_smem, float2* sums, unsigned warp, unsigned lane)
         : own(sums + warp * ROWS + lane % 4 * 2) {
+        constexpr unsigned LANES = QTile::CHUNKS <= 4 ? 4 : QTile::CHUNKS <= 8 ? 8 : QTile::CHUNKS <= 16 ? 16 : 32;
+        constexpr int ROWS_AT_ONCE = 32 / LANES;
+        static_assert(ROWS % ROWS_AT_ONCE == 0, "all lanes of a warp have rows, or none");
+        const unsigned chunk = lane % LANES;
 #pragma unroll 2
-        for (int row = warp; row < ROWS; row += WARPS_) {
-            const float factor =
-                row_as_halves<QTile::CHUNKS>(reinterpret_cast<uint4*>(Q_smem + row * QTile::ROW), lane);
-            if (lane < WARPS_) sums[lane * ROWS + row].x = factor;
+        for (int row = warp * ROWS_AT_ONCE + lane / LANES; row < ROWS; row += WARPS_ * ROWS_AT_ONCE) {
+            uint4* const chunks = reinterpret_cast<uint4*>(Q_smem + row * QTile::ROW);
+            const float factor = row_as_halves<QTile::CHUNKS, LANES>(chunks, chunk);
+#pragma unroll
+            for (unsigned w = chunk; w < WARPS_; w += LANES) sums[w * ROWS + row].x = factor;
         }
         __syncthreads();  // all rows are converted
 #pragma unroll
