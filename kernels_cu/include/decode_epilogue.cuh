@@ -145,19 +145,19 @@ struct Combine {
         const int elements = max((valid_rows - warp + WARPS - 1) / WARPS, 0) * QUADS;
 #pragma unroll 2
         for (int first = 0; first < elements; first += 32) {
-            const int i = min(first + lane, elements - 1), number = i / QUADS, r = warp + number * WARPS,
-                      quad = i % QUADS;
+            const bool active = QUADS % 32 == 0 || first + lane < elements;
+            const int i = active ? first + lane : 0, number = i / QUADS, r = warp + number * WARPS, quad = i % QUADS;
             float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float weight = __shfl_sync(0xffffffffu, own.weight, number * WARPS + w);
-                const float4 O_of_warp = of_warp(w).O(r, quad);
+                const float4 O_of_warp = active ? of_warp(w).O(r, quad) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 sum.x += weight * O_of_warp.x, sum.y += weight * O_of_warp.y;
                 sum.z += weight * O_of_warp.z, sum.w += weight * O_of_warp.w;
             }
             const float O_scale = __shfl_sync(0xffffffffu, own.O_scale, number * WARPS);
             const unsigned long long to = __shfl_sync(0xffffffffu, own.to, number * WARPS);
-            if (first + lane >= elements) continue;
+            if (!active) continue;
             if (CLUSTER > 1) store_O_for_ranks(r, quad, sum);
             else if (split.splits > 1) reinterpret_cast<float4*>(to)[quad] = sum;
             else store_quad(reinterpret_cast<dtype_o*>(to), quad, sum, O_scale);
