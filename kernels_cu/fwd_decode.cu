@@ -18,6 +18,7 @@
 //   shared memory: Q [BLOCK_M][D_PAD], at the end own m, l of a cluster's block; with EARLY_START twice
 //                  | m, l [WARPS][BLOCK_M][2] | warp 0: stage 0: K [BLOCK_N][D_PAD], V [BLOCK_N][DV_PAD], stage 1, ...
 //                    (at the end O [BLOCK_M][DV_PAD] in fp32 in a warp's stages) | warp 1 ... | DSMEM: of other ranks
+//                  | TMA: barriers [WARPS][STAGES]
 // clang-format on
 //
 // A warp reads the pages of 32 of its key tiles at once (decode_load.cuh). If a tile of 32 keys is in two pages, each
@@ -25,6 +26,10 @@
 // float8: a tile of the same size in bytes has twice as many keys (decode_products.cuh).
 //
 // Measurements: experiments/020_decode, 028_serving.
+#ifndef TMA
+#define TMA 0  // keys are loaded by cp.async; 1: by TMA
+#endif
+#include <hopper.cuh>  // angle brackets: the CPU backend has its own
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
 #include "combine.cuh"
@@ -58,7 +63,8 @@ constexpr unsigned Q_BYTES = BLOCK_M * QTile::ROW, SUMS_AT = (EARLY_START ? 2 : 
                    O_AT = EARLY_START ? EARLY_STAGES * STAGE : 0;  // in a warp's stages
 // Groups of four columns of O that a block of a cluster combines.
 constexpr int RANK_QUADS = (HEAD_DIM_V / 4 + CLUSTER - 1) / CLUSTER;
-constexpr unsigned DSMEM_BYTES = (CLUSTER - 1) * BLOCK_M * (16 * RANK_QUADS + 8);
+constexpr unsigned DSMEM_BYTES = (CLUSTER - 1) * BLOCK_M * (16 * RANK_QUADS + 8), BARRIERS_AT = DSMEM_AT + DSMEM_BYTES,
+                   BARRIERS_BYTES = TMA * WARPS * STAGES * 8;
 // In pages, adjacent rows may be of different heads: a 128-byte line then has rows of blocks that run at the same time
 // (D 64, float8 keys: 302 instead of 410 us).
 constexpr bool SHARED_LINES = PAGE_SIZE > 0 && (HEAD_DIM * KEY_BYTES < 128 || HEAD_DIM_V * KEY_BYTES < 128);
@@ -67,11 +73,17 @@ static_assert((BLOCK_M == 8 || BLOCK_M % 16 == 0) && BLOCK_N % 16 == 0 && STAGES
 // Keys of a tile that have one address: those in the same page, or each for itself. Without pages: all.
 constexpr int ADDRESSED = PAGE_SIZE % BLOCK_N == 0 ? BLOCK_N : PAGE_SIZE % 16 == 0 ? 16 : 1;
 static_assert(ADDRESSED == BLOCK_N || BLOCK_N <= 32, "two halves with an address, or one lane per key of a tile");
-static_assert(SMEM_BYTES == DSMEM_AT + DSMEM_BYTES, "spec and kernel disagree on shared memory");
+static_assert(SMEM_BYTES == BARRIERS_AT + BARRIERS_BYTES, "spec and kernel disagree on shared memory");
 static_assert(HEAD_DIM % CHUNK == 0 && HEAD_DIM_V % CHUNK == 0, "rows are copied in 16-byte chunks");
 
-#include "decode_epilogue.cuh"  // these two use the constants above
+#include "decode_epilogue.cuh"  // these use the constants above
+#if TMA
+#include "decode_load_tma.cuh"
+using KeyPipeline = TmaPipeline;
+#else
 #include "decode_load.cuh"
+using KeyPipeline = CpAsyncPipeline;
+#endif
 
 using Scheduler = SchedulerOf<StreamScheduler>::Type;
 using QueryFactors = RowFactors<BLOCK_M, WARPS, QTile>;
@@ -184,7 +196,9 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
     int H,
     int group,   // H / Hk
     int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS blocks that share the keys of all entries
-    int entries, const __grid_constant__ Score score) {
+    int entries, const __grid_constant__ Score score,
+    const __grid_constant__ TensorMap K_map,  // TMA: boxes of ADDRESSED rows
+    const __grid_constant__ TensorMap V_map) {
     extern __shared__ __align__(1024) char smem[];
     TIMELINE(schedule);
     griddepcontrol_launch_dependents();
@@ -193,7 +207,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
     const SmemAddr base = smem_address(smem), ring = base + RINGS_AT + warp * RING;
     const KOffsets K_offsets = row_offsets<KOffsets>(lane);
     const VOffsets V_offsets = transposed_offsets<VOffsets>(lane);
-    KeyPipeline pipeline(K, V, kv_head, lane, ring);
+    KeyPipeline pipeline(K, V, K_map, V_map, kv_head, lane, ring, base + BARRIERS_AT + warp * STAGES * 8);
 
     Scheduler scheduler(score, entries, splits);
     const auto row_tile_of = [&](const Split& split) {
@@ -223,7 +237,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
         if (!EARLY_START) start(part, base);
         load_tiles(part, EARLY_STAGES, STAGES - 1);
         TIMELINE(wait_Q);
-        cp_async_wait<STAGES - 1>();
+        pipeline.wait_for_Q();
         __syncthreads();  // Q is complete; the results of the previous split have been read
         const QueryFactors factors(smem + Q_at, reinterpret_cast<float2*>(smem + SUMS_AT), warp, lane);
         LaneRows scales_log2;
@@ -236,14 +250,13 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
             TIMELINE(load);
             pipeline.load(part, j + (STAGES - 1) * WARPS);
             TIMELINE(wait_load);
-            cp_async_wait<STAGES - 1>();
-            __syncwarp();  // all lanes' loads of tile j are complete
+            pipeline.wait();
             const bool masked = j * BLOCK_N < part.visible_to_all.begin || (j + 1) * BLOCK_N > part.visible_to_all.end;
             process_tile(state, part.seqlen, part.row0, kv_head, group, j * BLOCK_N, masked, pipeline.read_stage,
                          queries, factors, scales_log2, K_offsets, V_offsets);
             __syncwarp();  // all lanes have read the stage before it is loaded again
         }
-        cp_async_wait<0>();
+        pipeline.wait_for_all();
         const Split next = skip_without_rows(scheduler.next(split, z));
         if (EARLY_START && !next.invalid())
             start(SplitPart(score, next, row_tile_of(next), kv_head, group, warp), base + Q_BYTES - Q_at);
@@ -268,6 +281,7 @@ extern "C" __global__ __launch_bounds__(THREADS, LEAST_BLOCKS) void fwd_decode(
             cluster_sync();  // the stores of all blocks of the cluster are visible
             combine.ranks();
         }
+        pipeline.release_results();
         if (DYNAMIC_SPLITS && EARLY_STAGES < STAGES - 1) __syncthreads();  // the results have been read
         split = next;
     }

@@ -9,6 +9,7 @@ SMS = 132  # of the GPU on which tiles were measured
 MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths
 FEW_SPLITS = 8  # of a row, on average: each group of threads of the combine kernel merges those of one head
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
+BY_TMA = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=132, CLUSTER=1)
 
 # BLOCK_N, WARPS, STAGES, CLUSTER
 TILES = ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2))  # the latter two for float8
@@ -24,16 +25,24 @@ def row_bytes(p: Problem) -> tuple[int, int]:
     return cdiv(p.D * p.key_itemsize, 32) * 32, cdiv(p.Dv * p.key_itemsize, 32) * 32
 
 
+def by_tma(p: Problem, t: Tile) -> bool:
+    """Whether keys are loaded by TMA (decode_load_tma.cuh): 17 to 32 rows, and a page's rows of a key tile are one box.
+    With fewer rows cp.async is as fast (experiment 028)."""
+    boxes = p.page_size > 0 and in_pages(p, 16) and p.mappable and row_bytes(p) == (128, 128)
+    return boxes and p.float8_keys and all(t[name] == BY_TMA[name] for name in t if name != "BLOCKS")
+
+
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, twice if the loads of the next split start early; m and l of each warp; each warp's stages of K and V, which O
-    reuses; O, m, l from the other blocks of a cluster."""
+    reuses; O, m, l from the other blocks of a cluster; barriers of TMA."""
     K, V = row_bytes(p)
     stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
     O_stages, timed = cdiv(O_smem, stage), t.BLOCK_M == 32 and p.D == p.Dv == 128
     early_start = stream_k(p, t) and O_stages < t.STAGES and (O_stages == 1 or timed)
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
     Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
-    return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem
+    barriers = 8 * t.WARPS * t.STAGES * by_tma(p, t)
+    return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem + barriers
 
 
 def by_entry(p: Problem) -> bool:
@@ -159,6 +168,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.CLUSTER == 1 or arch is None or arch >= (9, 0),
             f"CLUSTER={t.CLUSTER} needs compute capability 9.0 or later, which has distributed shared memory",
         ),
+        (
+            not by_tma(p, t) or arch is None or arch >= (9, 0),
+            f"tile {t} needs compute capability 9.0 or later, which has TMA",
+        ),
         (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: one is read while the others are loaded"),
     )
     return next((reason for holds, reason in rules if not holds), None)
@@ -185,12 +198,15 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     (experiment 020).
 
     float8 keys (experiment 028): more than 16 rows, three stages of four warps (B 64, H 64/8, 4 queries, 8192 keys: 263
-    instead of 269 us with two of eight). In pages of several entries: D + Dv < 256, up to 8 rows: two warps. Otherwise
-    fewer bytes in flight per warp, so that three blocks run on an SM; from three waves on clusters of two if there are
-    2048 to MAX_CLUSTER_KEYS keys, or more than 16 rows; 9 to 16 rows otherwise one block of eight warps.
+    instead of 269 us with two of eight), or by TMA of eight. In pages of several entries: D + Dv < 256, up to 8 rows:
+    two warps. Otherwise fewer bytes in flight per warp, so that three blocks run on an SM; from three waves on clusters
+    of two if there are 2048 to MAX_CLUSTER_KEYS keys, or more than 16 rows; 9 to 16 rows otherwise one block of eight
+    warps.
     """
     tiles, default, rows = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64), queries(p) * p.group
     many_rows, wide, wave = rows > 16, max(p.D, p.Dv) > 128, 3 * SMS  # of small blocks
+    if many_rows and by_tma(p, BY_TMA):
+        return 8, 1, 64
     if pages_of_float8(p) and p.B > 1 and (wide or not many_rows):
         if sum(row_bytes(p)) < 256:
             return default if rows > 8 else (2, 1, 64)
@@ -250,14 +266,17 @@ kernel = Kernel(
     summary="decoding: packed GQA, split-KV, paged keys; memory-bound",
     dtypes=("float16", "bfloat16", "float8_e4m3", "float8_e5m2"),
     min_arch=(8, 0),
-    tiles=tuple(
-        Tile(BLOCK_M=rows, BLOCK_N=keys, WARPS=warps, STAGES=stages, BLOCKS=132, CLUSTER=cluster)
-        for rows, tiles in (
-            (8, (*TILES, *SMALL_TILES)),
-            (16, (*TILES, *SMALL_TILES)),
-            (32, (*TILES, (16, 8, 2, 1), (32, 4, 3, 1))),
-        )
-        for keys, warps, stages, cluster in tiles
+    tiles=(
+        *(
+            Tile(BLOCK_M=rows, BLOCK_N=keys, WARPS=warps, STAGES=stages, BLOCKS=132, CLUSTER=cluster)
+            for rows, tiles in (
+                (8, (*TILES, *SMALL_TILES)),
+                (16, (*TILES, *SMALL_TILES)),
+                (32, (*TILES, (16, 8, 2, 1), (32, 4, 3, 1))),
+            )
+            for keys, warps, stages, cluster in tiles
+        ),
+        BY_TMA,
     ),
     space={
         "BLOCK_M": (8, 16, 32),
@@ -277,7 +296,9 @@ kernel = Kernel(
     first_for=first_for,
     scratch={"partials": partials},
     numbers={"splits": splits, "entries": lambda p, t: entries(p), "row_tiles": row_tiles},
-    args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "entries", "score"),
+    args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "entries", "score", "K_map", "V_map"),
+    unused=lambda p, t: () if by_tma(p, t) else ("K_map", "V_map"),
+    macros_of=lambda p, t: {"TMA": 1} if by_tma(p, t) else {},
     then=(
         Entry(
             name="fwd_decode_combine",

@@ -107,8 +107,9 @@ struct PagesAhead {
     }
 };
 
-// A warp's pipeline of STAGES stages of K and V.
-struct KeyPipeline {
+// A warp's pipeline of STAGES stages of K and V, filled by cp.async. TmaPipeline (decode_load_tma.cuh) has the same
+// functions.
+struct CpAsyncPipeline {
     const View<const dtype_k>& K;
     const View<const dtype_v>& V;
     const int kv_head;
@@ -117,8 +118,9 @@ struct KeyPipeline {
     SmemAddr write_stage, read_stage;  // the next stages to load and to read
     PagesAhead pages;
 
-    __device__ __forceinline__ KeyPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V, int kv_head,
-                                           unsigned lane, SmemAddr stages)
+    __device__ __forceinline__ CpAsyncPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V,
+                                               const TensorMap& /*K_map*/, const TensorMap& /*V_map*/, int kv_head,
+                                               unsigned lane, SmemAddr stages, SmemAddr /*barriers*/)
         : K(K), V(V), kv_head(kv_head), lane(lane), stages(stages) {}
 
     __device__ __forceinline__ SmemAddr next_stage(SmemAddr stage) const {
@@ -152,6 +154,17 @@ struct KeyPipeline {
         cp_async_commit();
         write_stage = next_stage(write_stage);
     }
+    // Waits for Q, which was loaded before the first STAGES - 1 tiles.
+    static __device__ __forceinline__ void wait_for_Q() { cp_async_wait<STAGES - 1>(); }
+    // Waits for the tile in read_stage, after STAGES - 1 later calls of `load`.
+    __device__ __forceinline__ void wait() const {
+        cp_async_wait<STAGES - 1>();
+        __syncwarp();  // all lanes' loads of the tile are complete
+    }
+    // Waits for all loads.
+    static __device__ __forceinline__ void wait_for_all() { cp_async_wait<0>(); }
+    // Loads after the next barrier may overwrite what this thread has written to the stages.
+    static __device__ __forceinline__ void release_results() {}
 };
 
 // Loads the rows of Q with all threads, 16 bytes each.

@@ -251,7 +251,12 @@ struct SeqlenInfo {
     template <int ROWS>
     __device__ __forceinline__ int2 tma_page_coords(int j) const {
         if (j >= Sk) return {0, 0};
-        const KeyAddress address = key_address(j);
+        return tma_page_coords<ROWS>(j, key_address(j));
+    }
+    // The same if the address of key j is known.
+    template <int ROWS>
+    __device__ __forceinline__ int2 tma_page_coords(int j, const KeyAddress& address) const {
+        if (j >= Sk) return {0, 0};
         const int keys = min(Sk - j, ROWS);
         return {-keys, address.batch_or_page * PAGE_SIZE + static_cast<int>(address.row) + keys};
     }

@@ -209,12 +209,13 @@ class ArgumentBlock:
             )
         slots: list[tuple[str, Any]] = []
         self.values: list[Any] = []
+        unused = entry.unused(problem, tile)
         for name in entry.args:
             if name in entry.numbers:
                 self.values.append(ctypes.c_int32(entry.numbers[name](problem, tile)))
                 continue
             row = kinds[name]
-            absent = (row.optional and row.tensor not in tensors) or not row.used(problem)
+            absent = (row.optional and row.tensor not in tensors) or not row.used(problem) or name in unused
             if row.value is not None or absent:
                 self.values.append(row.value(problem) if row.value is not None else row.ctype())
                 continue

@@ -209,6 +209,28 @@ def test_pages_are_read_ahead(keys: int) -> None:
     assert np.allclose(out.astype(np.float32), O, atol=4e-3)
 
 
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.sampled(2)
+def test_float8_pages_by_tma(page_size: int, device: Device) -> None:
+    """The same bits as by cp.async: boxes of a whole tile and of half a tile; one block with several entries, and with
+    more tiles than a warp reads ahead. Rows beyond an entry's keys are NaN; if they arrived, the fallback would compute
+    all rows again, with other bits."""
+    tile = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=1, CLUSTER=1)
+    problem = Problem(
+        3, 8, 4, 192 * 62, 128, Hk=1, dtype="bfloat16", kv_dtype="float8_e4m3", causal="bottom-right",
+        page_size=page_size,
+    )  # fmt: skip
+    by_cp_async = dataclasses.replace(problem, mappable=False)
+    assert KERNEL.defines(problem, tile)["TMA"] == 1
+    assert "TMA" not in KERNEL.defines(by_cp_async, tile)
+    assert KERNEL.why_tile_unsupported(problem, tile, (8, 9)) is not None
+    case = Case("tma", problem)
+    right(case, device, tile)
+    inputs = inputs_of("forward", case)
+    found, wanted = (trial.launch(KERNEL, tile, p, inputs, device).outputs for p in (problem, by_cp_async))
+    assert all(np.array_equal(found[name], wanted[name], equal_nan=True) for name in ("O", "LSE"))
+
+
 @pytest.mark.parametrize(("page_size", "cluster"), [(16, 1), (48, 2)])
 def test_tiles_in_two_pages(page_size: int, cluster: int, device: Device) -> None:
     """Tiles of 32 keys whose halves are in different pages; the table has no page for the second half of the last."""
