@@ -84,8 +84,8 @@ def sweep_cases(kernel: Kernel) -> Iterator[Case]:
     for dtype in kernel.dtypes:
         ones = {D: kernel.adapted(Problem(1, 1, 1, 1, D, dtype=dtype)) for D in _WIDTHS}
         taken = [D for D, problem in ones.items() if kernel.why_unsupported(problem) is None]
-        widths, narrow = itertools.cycle(taken), itertools.cycle(D for D in taken if D <= 64)
-        for (Sq, Sk), causal in itertools.product(lengths, masks):
+        widths, narrow = itertools.cycle(taken), itertools.cycle([D for D in taken if D <= 64] or taken)
+        for (Sq, Sk), causal in itertools.product(lengths if taken else (), masks):
             long, layout = (Sq, Sk) in _LONG, next(layouts)
             B, (H, Hk) = (1, (1, 1)) if long else (2, next(heads))
             for D in (next(widths), next(narrow))[: 1 + long]:

@@ -157,6 +157,18 @@ def test_stored_cases(name: str) -> None:
     check_stored(f"cases/{name}.txt", lines)
 
 
+@pytest.mark.parametrize("widths", [{128}, set()])
+def test_sweeps_of_kernels_with_few_head_dimensions(widths: set[int]) -> None:
+    """No small one, or none: a kernel for pages alone."""
+
+    def supports(p: Problem, arch: Any) -> str | None:
+        return None if p.D in widths or p.page_size else f"D={p.D} is not supported"
+
+    few = dataclasses.replace(registry.get("fwd_mma"), supports=supports)
+    plain = [case.problem for case in sweep_cases(few) if case.problem.plain]
+    assert {p.D for p in plain} == widths
+
+
 def shown(case: Any) -> str:
     if isinstance(case, Case):
         return f"{case.name} | {case.problem} | {case.inputs} {case.layout}"
