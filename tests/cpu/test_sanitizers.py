@@ -254,9 +254,12 @@ def test_data_sent_in_a_cluster_must_be_written(sent: bool, tmp_path: Path) -> N
     """Data in shared memory that another block of the cluster wrote."""
     kernel, problem = registry.get("fwd_decode"), Problem(1, 4, 1, 100, 32, Hk=2, dtype="float16")
     tile = Tile(BLOCK_M=16, BLOCK_N=16, WARPS=2, STAGES=2, BLOCKS=1, CLUSTER=2)
-    condition = "rank_quad >= 0" if sent else "rank_quad < 0"
+    condition = "r < valid_rows" if sent else "r < 0"
     source = kernel_copy(
-        kernel, tmp_path, "decode_epilogue.cuh", lambda text: text.replace("if (rank_quad == 0)", f"if ({condition})")
+        kernel,
+        tmp_path,
+        "decode_epilogue.cuh",
+        lambda text: text.replace("if (stores) store_sums", f"if ({condition}) store_sums"),
     )
     report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
     assert report.clean is sent, report.text

@@ -374,7 +374,8 @@ def test_float8_keys_are_read_at_as_many_bytes() -> None:
     few = [dataclasses.replace(problem, Sq=8, causal="bottom-right", page_size=size) for size in (0, 64, 16)]
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in few]
     assert {t.BLOCK_M for t in tiles} == {32}
-    assert [(t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 4, 3)] * 3
+    tiles.append(choose.choose_tile(KERNEL, few[2], (8, 9)))
+    assert [(t.BLOCK_N, t.WARPS, t.STAGES) for t in tiles] == [(32, 4, 3), (32, 8, 3), (32, 8, 3), (32, 4, 2)]
     entries = [dataclasses.replace(problem, B=B, page_size=size) for B, size in ((1, 64), (64, 64), (64, 16))]
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in entries]
     assert [(t.STAGES, t.CLUSTER) for t in tiles] == [(3, 1), (2, 2), (2, 2)]

@@ -346,5 +346,5 @@ def test_a_job_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isolated._run_job(job, lambda *stage: given.append(stage)) == ("result", True)
     assert given == [
         ("computing the reference", None), ("running it", 7.0),
-        (KERNEL, CASE, HOST, TILE, {"repeats": 3, "report": True, "explain": False}),
+        (registry.get("fwd_minimal"), CASE, HOST, TILE, {"repeats": 3, "report": True, "explain": False}),
     ]  # fmt: skip
