@@ -3,8 +3,8 @@
 //
 // The query heads of a group are rows of one tile (packed GQA): row r is query r / group, head r % group, so that each
 // key is read once for the whole group. The keys of a row tile are split among blocks, and a block's keys among its
-// warps. Each warp has its own pipeline of STAGES stages, filled by cp.async: no block barrier between tiles, and
-// STAGES - 1 tiles per warp are always being loaded.
+// warps. Each warp has its own pipeline of STAGES stages, filled by cp.async or TMA: no block barrier between tiles,
+// and STAGES - 1 tiles per warp are always being loaded.
 //
 // clang-format off
 //   split 0                               split 1

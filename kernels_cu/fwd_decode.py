@@ -26,10 +26,10 @@ def row_bytes(p: Problem) -> tuple[int, int]:
 
 
 def by_tma(p: Problem, t: Tile) -> bool:
-    """Whether keys are loaded by TMA (decode_load_tma.cuh): 17 to 32 rows, and a page's rows of a key tile are one box.
-    With fewer rows cp.async is as fast (experiment 028)."""
-    boxes = p.page_size > 0 and in_pages(p, 16) and p.mappable and row_bytes(p) == (128, 128)
-    return boxes and p.float8_keys and all(t[name] == BY_TMA[name] for name in t if name != "BLOCKS")
+    """Whether keys are loaded by TMA (decode_load_tma.cuh): tiles of 32 rows, and a page's rows of a key tile are one
+    box. With fewer rows cp.async is as fast (experiment 028)."""
+    boxes = pages_of_float8(p) and p.mappable and row_bytes(p) == (128, 128)
+    return boxes and all(t[name] == BY_TMA[name] for name in t if name != "BLOCKS")
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -155,6 +155,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     width = row_bytes(p)[1] // p.key_itemsize + t.BLOCK_N
     rules = (
         (t.BLOCK_M in (8, 16, 32), f"BLOCK_M={t.BLOCK_M} must be 8, 16 or 32: columns of m16n8k16"),
+        (t.BLOCK_M % t.WARPS == 0, f"WARPS={t.WARPS} must divide BLOCK_M={t.BLOCK_M}: each warp combines as many rows"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
             t.BLOCK_N == 16 or in_pages(p, t.BLOCK_N) or (t.BLOCK_N == 32 and in_pages(p, 16)),
@@ -205,7 +206,7 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     """
     tiles, default, rows = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64), queries(p) * p.group
     many_rows, wide, wave = rows > 16, max(p.D, p.Dv) > 128, 3 * SMS  # of small blocks
-    if many_rows and by_tma(p, BY_TMA):
+    if many_rows and by_tma(p, BY_TMA) and was_timed(p, BY_TMA):
         return 8, 1, 64
     if pages_of_float8(p) and p.B > 1 and (wide or not many_rows):
         if sum(row_bytes(p)) < 256:

@@ -91,7 +91,8 @@ struct Combine {
         float weight, O_scale = 1.0f;
         unsigned long long to;  // a row of O, or of partial results
     };
-    // Combines m and l of row r. Each of WARPS adjacent lanes has those of one warp, `part`; part 0 stores the result.
+    // Combines m and l of row r. Each of WARPS adjacent lanes has those of one warp, `part`. stores: this lane
+    // stores the result.
     __device__ __forceinline__ RowStore combine_sums(int r, int part, bool stores) const {
         const PackedRow row(row0 + r, kv_head, group);
         const Head head(seqlen, row.h);
@@ -118,7 +119,7 @@ struct Combine {
         }
         return found;
     }
-    // Sums replace Q, which no warp reads any more.
+    // Its own sums replace Q, which no warp reads any more.
     __device__ __forceinline__ void store_sums_for_ranks(int r, const float2& sums) const {
         const int rank = cluster_cta_rank();
 #pragma unroll
@@ -142,7 +143,7 @@ struct Combine {
         static_assert(BLOCK_M <= 32 && BLOCK_M % WARPS == 0, "a lane for each result of each row");
         const int row_of_lane = warp + lane / WARPS * WARPS, part = lane % WARPS;
         const RowStore own = combine_sums(min(row_of_lane, BLOCK_M - 1), part, part == 0 && row_of_lane < valid_rows);
-        const int elements = max((valid_rows - warp + WARPS - 1) / WARPS, 0) * QUADS;
+        const int elements = (valid_rows - warp + WARPS - 1) / WARPS * QUADS;
 #pragma unroll 2
         for (int first = 0; first < elements; first += 32) {
             const bool active = QUADS % 32 == 0 || first + lane < elements;

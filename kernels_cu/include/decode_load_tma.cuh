@@ -17,9 +17,9 @@ struct TmaPipeline {
     const SmemAddr stages, barriers;       // a barrier for each stage; each tile is a phase
     unsigned written, read, parities = 0;  // the next stages to load and to read; bit i: parity of stage i's next phase
     SmemAddr read_stage;
-    unsigned next_tile;    // of TILES tiles. Lane i has the boxes of tile i, and loads it
+    unsigned next_tile;    // of the current TILES tiles. Lane i has the boxes of tile i, and loads it
     int2 boxes[PER_TILE];  // coordinates
-    int later[PER_TILE];   // pages of the lane's tile of the next TILES tiles
+    int later[PER_TILE];   // pages of the lane's tile of the following TILES tiles
 
     __device__ __forceinline__ TmaPipeline(const View<const dtype_k>& K, const View<const dtype_v>& V,
                                            const TensorMap& K_map, const TensorMap& V_map, int kv_head, unsigned lane,
@@ -30,12 +30,12 @@ struct TmaPipeline {
         fence_proxy_async();  // TMA sees the initialised barriers
         __syncwarp();
     }
-    // The tiles from j on are the next TILES tiles; their pages are in `later`.
+    // The tiles from j on become the current TILES tiles; their pages are in `later`.
     __device__ __forceinline__ void set_boxes(const SplitPart& part, int j) {
         next_tile = 0;
 #pragma unroll
         for (int i = 0; i < PER_TILE; ++i) {
-            const int n = PagesAhead::key(part, j + static_cast<int>(lane) * WARPS, i, lane);
+            const int n = (j + static_cast<int>(lane) * WARPS) * BLOCK_N + i * ADDRESSED;
             boxes[i] = part.seqlen.template tma_page_coords<ADDRESSED>(n, part.seqlen.key_address(n, later[i]));
         }
         PagesAhead::read(later, part, j + TILES * WARPS, lane);
@@ -44,13 +44,14 @@ struct TmaPipeline {
     __device__ __forceinline__ void begin(const SplitPart& part) {
         written = read = 0, read_stage = stages;
         PagesAhead::read(later, part, part.first, lane);
-        set_boxes(part, part.first);
+        next_tile = TILES;  // `load` waits for these pages, after the loads of Q have started
     }
     static __device__ __forceinline__ unsigned after(unsigned stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
     __device__ __forceinline__ void advance() { read = after(read), read_stage = stages + read * STAGE; }
     // Loads key tile j.
     __device__ __forceinline__ void load(const SplitPart& part, int j) {
         if (j < part.end) {
+            if (next_tile == TILES) set_boxes(part, j);
             if (lane == next_tile) {
                 const SmemAddr full = barriers + 8 * written, stage = stages + written * STAGE;
                 mbarrier_arrive_expect_tx(full, STAGE);
@@ -62,7 +63,7 @@ struct TmaPipeline {
                 }
             }
             __syncwarp();
-            if (++next_tile == TILES) set_boxes(part, j + WARPS);
+            ++next_tile;
         }
         written = after(written);
     }

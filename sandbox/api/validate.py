@@ -65,8 +65,8 @@ def problem_of(views: Mapping[str, ArrayView], options: Options) -> Problem:
     fields |= _shapes(views, (B, H, Sq, Sk), options, fields.get("out_dtype", ""))
     causal = normalise_causal(options.causal)
     memory = layout(views[name] for name in ("q", "k", "v", "dout", "out") if name in views)
-    if BLOCK_TABLE in views:  # a tensor map can describe pages only without gaps between them
-        memory["mappable"] &= all(_adjacent_pages(view) for view in (k, v))
+    if BLOCK_TABLE in views:
+        memory["mappable"] &= all(_mappable_pages(view) for view in (k, v))
     if "bias" in views:
         memory["bias_boxes"] = boxes(views["bias"])  # whether a tensor map can describe it
     fields |= {"causal": causal, "scale": options.scale, "latent": _latent(views), **memory}
@@ -88,10 +88,12 @@ def _check_dtypes(views: Mapping[str, ArrayView]) -> None:
         raise UnsupportedProblem(f"{k_name} is {k} and {v_name} is {v}: convert both to {both}")
 
 
-def _adjacent_pages(view: ArrayView) -> bool:
-    """Whether pages (pages, Hk, page_size, D) follow each other without gaps: the step from the last row of a page to
-    the first row of the next one is the row stride, too."""
-    return view.shape[0] <= 1 or view.strides[0] == view.shape[2] * view.strides[2]
+def _mappable_pages(view: ArrayView) -> bool:
+    """Whether one tensor map can describe the rows of all pages (pages, Hk, page_size, D): the step from the last row
+    of a page to the first row of the next one is the row stride, too; and strides are below 2^34 bytes
+    (tensor_maps.box_of)."""
+    far = any(stride * ITEMSIZE[view.dtype] >= 2**34 for stride in view.strides[1:3])
+    return not far and (view.shape[0] <= 1 or view.strides[0] == view.shape[2] * view.strides[2])
 
 
 def _latent(views: Mapping[str, ArrayView]) -> bool:

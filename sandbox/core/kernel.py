@@ -94,7 +94,7 @@ class Entry:
     numbers: Mapping[str, Callable[[Problem, Tile], int]] = field(default_factory=dict, hash=False)
     """int32 arguments of this entry only, by their names in `args`. The IO model of `profile` reads some of them."""
     unused: Callable[[Problem, Tile], tuple[str, ...]] = lambda problem, tile: ()
-    """Those of `args` that the code does not read for this problem and tile: they are zeros."""
+    """Tensors and tensor maps among `args` that the code does not read for this problem and tile: they are zeros."""
     programmatic_launch: bool = False
     """True: programmatic dependent launch. The entry may start before the previous one has ended, and must call
     `griddepcontrol_wait` before it reads the previous one's results."""

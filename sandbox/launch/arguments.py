@@ -210,6 +210,8 @@ class ArgumentBlock:
         slots: list[tuple[str, Any]] = []
         self.values: list[Any] = []
         unused = entry.unused(problem, tile)
+        if unknown := [name for name in unused if name not in entry.args]:
+            raise SpecError(f"{entry.name}: unused: {unknown[0]!r} is not one of its args: {', '.join(entry.args)}")
         for name in entry.args:
             if name in entry.numbers:
                 self.values.append(ctypes.c_int32(entry.numbers[name](problem, tile)))

@@ -221,17 +221,19 @@ def test_values_that_are_the_first_columns_of_the_keys(changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("shape", "strides", "adjacent"),
+    ("shape", "strides", "mappable"),
     [
         ((3, 2, 16, 8), (256, 8, 16, 1), True),
+        ((3, 2, 16, 8), (256, 2**33 - 8, 16, 1), True),
+        ((3, 2, 16, 8), (256, 2**33, 16, 1), False),
         ((3, 2, 16, 8), (257, 8, 16, 1), False),
         ((1, 2, 16, 8), (999, 8, 16, 1), True),
         ((0, 2, 16, 8), (999, 8, 16, 1), True),
         ((2, 2, 16, 8), (256, 128, 8, 1), False),
     ],
 )
-def test_pages_whose_rows_have_one_stride(shape: tuple[int, ...], strides: tuple[int, ...], adjacent: bool) -> None:
-    assert validate._adjacent_pages(seen(shape, strides, "float16")) == adjacent
+def test_pages_whose_rows_have_one_stride(shape: tuple[int, ...], strides: tuple[int, ...], mappable: bool) -> None:
+    assert validate._mappable_pages(seen(shape, strides, "float16")) == mappable
 
 
 # ---- contents of host arrays

@@ -193,6 +193,12 @@ def test_tiles_that_fit_pages(page_size: int, keys: int, fits: bool) -> None:
     assert reason is None if fits else wanted in (reason or "")
 
 
+def test_each_warp_combines_as_many_rows() -> None:
+    tile = Tile(BLOCK_M=8, BLOCK_N=16, WARPS=16, STAGES=2, BLOCKS=132, CLUSTER=1)
+    reason = KERNEL.why_tile_unsupported(Problem(1, 2, 1, 960, 64, dtype="float16"), tile, (9, 0))
+    assert "WARPS=16 must divide BLOCK_M=8" in (reason or "")
+
+
 @pytest.mark.parametrize("keys", [16, 32])
 def test_pages_are_read_ahead(keys: int) -> None:
     """A warp reads the pages of 32 of its tiles together: three times here, in two entries of one block."""
@@ -209,15 +215,15 @@ def test_pages_are_read_ahead(keys: int) -> None:
     assert np.allclose(out.astype(np.float32), O, atol=4e-3)
 
 
-@pytest.mark.parametrize("page_size", [16, 48, 64])
+@pytest.mark.parametrize(("page_size", "blocks", "D"), [(16, 1, 128), (48, 2, 128), (64, 1, 128), (16, 3, 112)])
 @pytest.mark.sampled(2)
-def test_float8_pages_by_tma(page_size: int, device: Device) -> None:
-    """The same bits as by cp.async: boxes of a whole tile and of half a tile; one block with several entries, and with
-    more tiles than a warp reads ahead. Rows beyond an entry's keys are NaN; if they arrived, the fallback would compute
-    all rows again, with other bits."""
-    tile = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=1, CLUSTER=1)
+def test_float8_pages_by_tma(page_size: int, blocks: int, D: int, device: Device) -> None:
+    """The same bits as by cp.async: boxes of a whole tile and of half a tile; blocks with several entries, with a part
+    of one, and with more tiles than a warp reads ahead. Rows beyond an entry's keys are NaN; if they arrived, the
+    fallback would compute all rows again, with other bits."""
+    tile = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=blocks, CLUSTER=1)
     problem = Problem(
-        3, 8, 4, 192 * 62, 128, Hk=1, dtype="bfloat16", kv_dtype="float8_e4m3", causal="bottom-right",
+        3, 8, 4, 192 * 62, D, Hk=1, dtype="bfloat16", kv_dtype="float8_e4m3", causal="bottom-right",
         page_size=page_size,
     )  # fmt: skip
     by_cp_async = dataclasses.replace(problem, mappable=False)

@@ -80,6 +80,12 @@ def test_an_unknown_name_in_args() -> None:
         arguments.ArgumentBlock(kernel, problem_of(kernel), kernel.tiles[0], {})
 
 
+def test_an_unknown_name_in_unused() -> None:
+    kernel = dataclasses.replace(registry.get("fwd_minimal"), unused=lambda p, t: ("Q_map",))
+    with pytest.raises(SpecError, match=r"^fwd_minimal: unused: 'Q_map' is not one of its args: Q, K, V"):
+        arguments.ArgumentBlock(kernel, problem_of(kernel), kernel.tiles[0], {})
+
+
 def swapped(one: str, other: str) -> tuple[str, ...]:
     change = {one: other, other: one}
     return tuple(change.get(name, name) for name in ARGS)
