@@ -24,6 +24,13 @@ from sandbox.verify import check, diagnosis, places, weights
 from sandbox.verify.cases import Case, make_inputs
 from sandbox.verify.weights import Weights, cause_of
 
+
+@pytest.fixture(autouse=True)
+def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that runs other tests at the same time."""
+    monkeypatch.setattr(diagnosis, "_BUDGET_SECONDS", 60.0)
+
+
 M = N = 32
 SQ, SK, D = 64, 128, 64
 EDIT = Callable[[Weights], tuple[np.ndarray, np.ndarray]]
