@@ -1,5 +1,6 @@
 // Which writes to shared memory are visible to the async proxy (TMA, wgmma): the writing thread must call
-// fence_proxy_async after the write and before a barrier that orders it before the reader. Barriers propagate vector
+// fence_proxy_async after the write and before a barrier that orders it before the async proxy reads or overwrites it.
+// Ordinary stores are recorded by the sanitizer `uninitialised` only. Barriers propagate vector
 // clocks with one entry per warp. Included by runtime.cpp.
 #pragma once
 

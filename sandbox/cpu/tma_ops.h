@@ -3,8 +3,9 @@
 
 extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
     Hopper& hopper = current->hopper;
-    if (smem_offset_of(to, box_bytes(*map), site) % 1024)
-        trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
+    const uint64_t offset = smem_offset_of(to, box_bytes(*map), site);
+    if (offset % 1024) trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
+    check_fenced(offset, offset + box_bytes(*map), "a TMA load overwrites", site);
     mbarrier_at(barrier, site);
     check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA accesses (an mbarrier)",
                  site);

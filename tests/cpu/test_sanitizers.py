@@ -266,6 +266,20 @@ def test_data_sent_in_a_cluster_must_be_written(sent: bool, tmp_path: Path) -> N
     assert sent or "shared memory read before anything was written there" in report.text
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_data_that_tma_overwrites_must_be_fenced(fenced: bool, tmp_path: Path) -> None:
+    """Results of a split in the stages of K and V, into which the keys of the next one are loaded."""
+    kernel = registry.get("fwd_decode")
+    problem = Problem(3, 1, 1, 4800, 128, dtype="bfloat16", kv_dtype="float8_e4m3", page_size=48)
+    tile = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=1, CLUSTER=1)
+    fence = "release_results() { fence_proxy_async(); }"
+    change = (lambda text: text + "\n") if fenced else (lambda text: text.replace(fence, "release_results() {}"))
+    source = kernel_copy(kernel, tmp_path, "decode_load_tma.cuh", change)
+    report = launch_on_host("uninitialised", dataclasses.replace(kernel, source=source), problem, tile)[0]
+    assert report.clean is fenced, report.text
+    assert fenced or "wrote data that a TMA load overwrites and did not call fence_proxy_async" in report.text
+
+
 def fences(name: str) -> list[tuple[str, int]]:
     """(file, line) of each call of fence_proxy_async in a kernel's source and headers."""
     return [
