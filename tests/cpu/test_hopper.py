@@ -603,10 +603,14 @@ def test_an_mbarrier_is_fenced_before_tma_uses_it(run_hopper: Run) -> None:
 
 
 @on_cpu
-def test_a_box_needs_no_fence(run_hopper: Run) -> None:
-    """A TMA load overwrites data of the generic proxy; earlier writes do not matter."""
+def test_a_box_over_other_writes_needs_a_fence(run_hopper: Run) -> None:
+    """A TMA load overwrites data of the generic proxy: the order of two writes needs the fence, too (PTX ISA, memory
+    consistency model: proxy-preserved base causality order)."""
     again = "if (threadIdx.x == 0) A_tile::load(tile, map, 0, 0, 0, barrier); mbarrier_wait(barrier, 1);"
-    assert (run_wrong(run_hopper, GOOD + "__syncthreads();" + WRITE + "__syncthreads();" + again + PRODUCT) == 16).all()
+    body = GOOD + "__syncthreads();" + WRITE + FENCE + "__syncthreads();" + again + PRODUCT
+    assert (run_wrong(run_hopper, body) == 16).all()
+    with pytest.raises(LaunchError, match=r"thread 0 wrote data that a TMA load overwrites and did not call fence_"):
+        run_wrong(run_hopper, body.replace(FENCE, ""))
 
 
 @on_cpu
