@@ -97,14 +97,10 @@ struct Combine {
         const PackedRow row(row0 + r, kv_head, group);
         const Head head(seqlen, row.h);
         const float2 own = of_warp(part).sums(r);
-        float m = own.x;
-#pragma unroll
-        for (int lanes = 1; lanes < WARPS; lanes *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, lanes));
+        const float m = row_max<WARPS>(own.x);
         RowStore found;
         found.weight = rescale_factor(own.x, m, head.softmax_scale * Head::LOG2E);
-        float l = found.weight * own.y;
-#pragma unroll
-        for (int lanes = 1; lanes < WARPS; lanes *= 2) l += __shfl_xor_sync(0xffffffffu, l, lanes);
+        const float l = row_sum<WARPS>(found.weight * own.y);
         if (CLUSTER > 1) {
             if (stores) store_sums_for_ranks(r, make_float2(m, l));
         } else if (split.splits == 1) {

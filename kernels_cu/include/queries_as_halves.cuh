@@ -26,11 +26,9 @@ template <unsigned CHUNKS, unsigned LANES>
 __device__ __forceinline__ float row_as_halves(uint4* row, unsigned chunk) {
     static_assert(CHUNKS <= LANES, "one per lane");
     const uint4 x = chunk < CHUNKS ? row[chunk] : make_uint4(0, 0, 0, 0);
-    unsigned largest = max(max(magnitude(x.x), magnitude(x.y)), max(magnitude(x.z), magnitude(x.w)));
-#pragma unroll
-    for (unsigned lanes = 1; LANES < 32 && lanes < LANES; lanes *= 2)
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-    if (LANES == 32) largest = __reduce_max_sync(0xffffffffu, largest);
+    const unsigned of_lane = max(max(magnitude(x.x), magnitude(x.y)), max(magnitude(x.z), magnitude(x.w)));
+    const unsigned largest =
+        LANES == 32 ? __reduce_max_sync(0xffffffffu, of_lane) : row_max<LANES>(static_cast<int>(of_lane));
     // The biased exponent; at least 89, so that the reciprocal times Head::MIN_SCALE is normal.
     const int exponent = max(static_cast<int>(largest >> 23), 89);
     const float factor = __int_as_float((268 - exponent) << 23);  // 2^(14 - (exponent - 127))

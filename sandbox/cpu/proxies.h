@@ -1,7 +1,7 @@
 // Which writes to shared memory are visible to the async proxy (TMA, wgmma): the writing thread must call
 // fence_proxy_async after the write and before a barrier that orders it before the async proxy reads or overwrites it.
-// Ordinary stores are recorded by the sanitizer `uninitialised` only. Barriers propagate vector
-// clocks with one entry per warp. Included by runtime.cpp.
+// Ordinary stores are recorded by the sanitizer `uninitialised` only. Barriers propagate vector clocks with one entry
+// per warp. Included by runtime.cpp.
 #pragma once
 
 constexpr unsigned WARPS = 1024 / WARP, NAMED_BARRIERS = 16, CHUNKS = MAX_DYNAMIC_SMEM / 16;
