@@ -132,32 +132,37 @@ def float8(given: argparse.Namespace) -> Iterator[str]:
     stopwatch, setting = _setting()
     for shape in DECODING:
         for size, of_equal_length in ((0, True), *((n, equal) for n in (16, 64, 256) for equal in (True, False))):
-            launches = {name: _decoding(shape, size, of_equal_length, name) for name in KEY_DTYPES}
-            for launch in launches.values():
+            found = {name: _decoding(shape, size, of_equal_length, name) for name in KEY_DTYPES}
+            for launch, _ in found.values():
                 launch()  # compiles
-            calls = {name: stopwatch.ready(launch) for name, launch in launches.items()}
+            calls = {name: stopwatch.ready(launch) for name, (launch, _) in found.items()}
             samples = measure(calls, stopwatch, Limits(seconds=given.seconds, rounds=20))
-            us = {name: round(1e6 * Timing.of(found).median, 1) for name, found in samples.items()}
+            us = {name: round(1e6 * Timing.of(sample).median, 1) for name, sample in samples.items()}
+            gbps = found["bfloat16"][1] / us["bfloat16"] * 1e-3
+            share = round(gbps / setting["ceiling_read_gbps"], 3)
             ratios = ", ".join(f"{name} {us['bfloat16'] / t:.3f}" for name, t in us.items() if name != "bfloat16")
             keys = f"page {size}, {'equal' if of_equal_length else 'random'} lengths" if size else "contiguous"
-            row = {"shape": shape, "keys": keys, "us": us, **setting}
+            row = {"shape": shape, "keys": keys, "us": us, "bfloat16_of_bandwidth": share, **setting}
             jsonl.append(given.rows.with_name("float8.jsonl"), row)
-            yield f"{ratios}: {', '.join(f'{t:.1f}' for t in us.values())} us  {shape} {keys}"
+            times = ", ".join(f"{t:.1f}" for t in us.values())
+            yield f"{ratios}, bfloat16 {share:.2f} of the bandwidth: {times} us  {shape} {keys}"
 
 
-def _decoding(shape: tuple[int, ...], size: int, of_equal_length: bool, dtype: str) -> Callable[[], object]:
-    """A call of `attention` or `attention_paged` with keys of this dtype."""
+def _decoding(shape: tuple[int, ...], size: int, of_equal_length: bool, dtype: str) -> tuple[Callable[[], object], int]:
+    """A call of `attention` or `attention_paged` with keys of this dtype, and the bytes of its keys and values."""
     (B, H, Hk, Sq, Sk, D), kind = shape, {"device": "cuda", "dtype": torch.int32}
     torch.manual_seed(0)
     q = torch.randn(B, H, Sq, D, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(B * Sk * Hk * D // 8, device="cuda").repeat(8).to(KEY_DTYPES[dtype]) for _ in range(2))
     options: dict[str, Any] = {"causal": Sq > 1} | ({"descale": (1.0, 1.0, 1.0)} if k.element_size() == 1 else {})
     if not size:
-        return partial(sandbox.attention_forward, q, k.view(B, Hk, Sk, D), v.view(B, Hk, Sk, D), **options)
+        rows = (x.view(B, Hk, Sk, D) for x in (k, v))
+        return partial(sandbox.attention_forward, q, *rows, **options), k.nbytes + v.nbytes
     table = torch.randperm(B * Sk // size, device="cuda").to(torch.int32).view(B, -1)
     lengths = torch.full((B,), Sk, **kind) if of_equal_length else torch.randint(1, Sk + 1, (B,), **kind)
     k, v = (x.view(-1, size, Hk, D) for x in (k, v))
-    return partial(sandbox.attention_paged, q, k, v, table, lengths, **options)
+    bytes_read = 2 * int(lengths.sum()) * Hk * D * k.element_size()
+    return partial(sandbox.attention_paged, q, k, v, table, lengths, **options), bytes_read
 
 
 def tiles(given: argparse.Namespace) -> Iterator[str]:
