@@ -16,7 +16,9 @@ constexpr int ROWS = 16, KEYS = 128, WARPS = BLOCK_N / KEYS * (BLOCK_M / ROWS), 
 static_assert(BLOCK_M == Head::MAP_M && BLOCK_N == Head::WORD_KEYS && SMEM_BYTES == 0,
               "a block computes one word of the map");
 static_assert(LANE_KEYS == 16, "one load and one bit per lane");
+#if BLOCK_MAP  // otherwise unused, of which NVRTC warns
 constexpr int MAP_ROWS = Head::HAS_ELEMENT_BITS ? 2 : 1, ROW_WARPS = WARPS / MAP_ROWS;  // rows per block; warps per row
+#endif
 
 // One bit per byte: whether it is not 0.
 __device__ __forceinline__ unsigned nonzero_bytes(unsigned char byte) { return byte != 0; }
