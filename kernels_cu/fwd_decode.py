@@ -194,6 +194,10 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of two or
     four small ones, of which three run on an SM. Three waves and more: no cluster, and fewer bytes in flight per warp.
 
+    Up to 16 rows and D + Dv = 256: eight warps, or one wave of clusters of four, if the default needs the combine
+    kernel and these do not (B 12, H 28/7, 620 keys, D = 64, 96, 128: 9.4, 10.6, 12.0 instead of 11.8, 14.9, 14.8 us;
+    experiment 026).
+
     With key_lengths up to MAX_CLUSTER_KEYS, small clusters for any number of waves, because one block reads while
     another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
     (experiment 020).
@@ -214,7 +218,14 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
         if tiles >= wave and (many_rows or 2048 <= p.Sk <= MAX_CLUSTER_KEYS):
             return 4, 2, 32
         return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
-    if sum(row_bytes(p)) != 512 or p.float8_keys or p.ragged:
+    if p.float8_keys or p.ragged:
+        return default
+    if not (p.key_lengths or many_rows) and sum(row_bytes(p)) <= 512 and not is_one_split(p, *default):
+        if is_one_split(p, 8, 1, 32):
+            return 8, 1, 32
+        if 4 * tiles <= wave and is_one_split(p, 4, 4, 32):
+            return 4, 4, 32
+    if sum(row_bytes(p)) != 512:
         return default
     if p.key_lengths:
         if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
@@ -226,6 +237,14 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
         if 0.75 * wave <= cluster * tiles <= wave and not many_rows:
             return 4, cluster, 32
     return (8, 1, 32) if tiles >= wave else default
+
+
+def is_one_split(p: Problem, warps: int, cluster: int, in_flight: int) -> bool:
+    """Whether such a tile of up to 16 rows and 16 keys needs no combine kernel."""
+    stages = 1 + in_flight // (16 * p.key_itemsize)
+    rows = 8 if queries(p) * p.group <= 8 else 16
+    t = Tile(BLOCK_M=rows, BLOCK_N=16, WARPS=warps, STAGES=stages, BLOCKS=SMS, CLUSTER=cluster)
+    return not needs_combine(p, t)
 
 
 def rank(p: Problem, t: Tile) -> int:
