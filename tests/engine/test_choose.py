@@ -96,6 +96,20 @@ def test_narrow_values_use_a_tile_with_more_keys(D: int, Dv: int, keys: int) -> 
     assert (128, keys) == (chosen.BLOCK_M, chosen.BLOCK_N)
 
 
+@pytest.mark.parametrize(
+    ("batches", "keys", "tile"),
+    [(12, 620, (8, 1)), (2, 1000, (4, 4)), (28, 5336, (4, 1)), (1, 20000, (4, 1))],
+    ids=("eight warps", "cluster", "two waves of clusters", "many keys"),
+)
+def test_decoding_over_few_keys_needs_no_combine_kernel(batches: int, keys: int, tile: tuple[int, int]) -> None:
+    """Where a larger tile needs none and its blocks are one wave."""
+    kernel, problem = registry.get("fwd_decode"), Problem(batches, 28, 1, keys, 64, Hk=7, dtype="bfloat16")
+    chosen = choose.choose_tile(kernel, problem, HOPPER)
+    assert tile == (chosen.WARPS, chosen.CLUSTER)
+    (combine,) = kernel.then
+    assert (combine.grid(problem, chosen)[0] == 0) == (tile != (4, 1))
+
+
 P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
 
 
