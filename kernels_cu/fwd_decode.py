@@ -1,12 +1,14 @@
 """Spec of `fwd_decode.cu`."""
 
+from functools import lru_cache
+
 from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
 
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
 SMS = 132  # of the GPU on which tiles were measured
-MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths
+MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths, and for tiles that avoid the combine kernel
 FEW_SPLITS = 8  # of a row, on average: each group of threads of the combine kernel merges those of one head
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
 BY_TMA = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=132, CLUSTER=1)
@@ -194,9 +196,9 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of two or
     four small ones, of which three run on an SM. Three waves and more: no cluster, and fewer bytes in flight per warp.
 
-    Up to 16 rows and D + Dv = 256: eight warps, or one wave of clusters of four, if the default needs the combine
-    kernel and these do not (B 12, H 28/7, 620 keys, D = 64, 96, 128: 9.4, 10.6, 12.0 instead of 11.8, 14.9, 14.8 us;
-    experiment 026).
+    Up to 16 rows, MAX_CLUSTER_KEYS keys and D + Dv = 256: eight warps, or one wave of clusters of four, if the default
+    needs the combine kernel and these do not (B 12, H 28/7, 620 keys, D = 64, 96, 128: 9.4, 10.6, 12.0 instead of 11.8,
+    14.9, 14.8 us; experiment 026).
 
     With key_lengths up to MAX_CLUSTER_KEYS, small clusters for any number of waves, because one block reads while
     another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
@@ -220,7 +222,8 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
         return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
     if p.float8_keys or p.ragged:
         return default
-    if not (p.key_lengths or many_rows) and sum(row_bytes(p)) <= 512 and not is_one_split(p, *default):
+    few_keys = p.Sk <= MAX_CLUSTER_KEYS and not p.key_lengths
+    if few_keys and not many_rows and sum(row_bytes(p)) <= 512 and not is_one_split(p, *default):
         if is_one_split(p, 8, 1, 32):
             return 8, 1, 32
         if 4 * tiles <= wave and is_one_split(p, 4, 4, 32):
@@ -239,6 +242,7 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     return (8, 1, 32) if tiles >= wave else default
 
 
+@lru_cache(maxsize=1024)  # the rank of every tile depends on it
 def is_one_split(p: Problem, warps: int, cluster: int, in_flight: int) -> bool:
     """Whether such a tile of up to 16 rows and 16 keys needs no combine kernel."""
     stages = 1 + in_flight // (16 * p.key_itemsize)
