@@ -196,13 +196,13 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
     Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of two or
     four small ones, of which three run on an SM. Three waves and more: no cluster, and fewer bytes in flight per warp.
 
-    Up to 16 rows, MAX_CLUSTER_KEYS keys and D + Dv = 256: eight warps, or one wave of clusters of four, if the default
-    needs the combine kernel and these do not (B 12, H 28/7, 620 keys, D = 64, 96, 128: 9.4, 10.6, 12.0 instead of 11.8,
-    14.9, 14.8 us; experiment 026).
-
     With key_lengths up to MAX_CLUSTER_KEYS, small clusters for any number of waves, because one block reads while
     another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
     (experiment 020).
+
+    Otherwise, up to 16 rows, MAX_CLUSTER_KEYS keys and D + Dv = 256: eight warps, or one wave of clusters of four, if
+    the default needs the combine kernel and these do not (B 12, H 28/7, 620 keys, D = 64 and 96: 9.4 and 10.6 instead
+    of 11.8 and 14.9 us; experiment 026).
 
     float8 keys (experiment 028): more than 16 rows, three stages of four warps (B 64, H 64/8, 4 queries, 8192 keys: 263
     instead of 269 us with two of eight), or by TMA of eight. In pages of several entries: D + Dv < 256, up to 8 rows:
@@ -222,24 +222,25 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
         return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
     if p.float8_keys or p.ragged:
         return default
+    if sum(row_bytes(p)) == 512:
+        if p.key_lengths:
+            if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
+                return default
+            return (4, 4, 32) if wave < 2 * tiles < 2 * wave else (4, 2, 32)
+        if 0.75 * SMS <= 2 * tiles <= SMS:
+            return 8, 2, 64
+        for cluster in (4, 2):
+            if 0.75 * wave <= cluster * tiles <= wave and not many_rows:
+                return 4, cluster, 32
+        if tiles >= wave:
+            return 8, 1, 32
     few_keys = p.Sk <= MAX_CLUSTER_KEYS and not p.key_lengths
     if few_keys and not many_rows and sum(row_bytes(p)) <= 512 and not is_one_split(p, *default):
         if is_one_split(p, 8, 1, 32):
             return 8, 1, 32
         if 4 * tiles <= wave and is_one_split(p, 4, 4, 32):
             return 4, 4, 32
-    if sum(row_bytes(p)) != 512:
-        return default
-    if p.key_lengths:
-        if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
-            return default
-        return (4, 4, 32) if wave < 2 * tiles < 2 * wave else (4, 2, 32)
-    if 0.75 * SMS <= 2 * tiles <= SMS:
-        return 8, 2, 64
-    for cluster in (4, 2):
-        if 0.75 * wave <= cluster * tiles <= wave and not many_rows:
-            return 4, cluster, 32
-    return (8, 1, 32) if tiles >= wave else default
+    return default
 
 
 @lru_cache(maxsize=1024)  # the rank of every tile depends on it
