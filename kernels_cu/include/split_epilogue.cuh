@@ -63,7 +63,11 @@ __device__ __forceinline__ void store_row(const View<dtype_o>& O, float* LSE, co
 // us less).
 template <class Scheduler>
 struct SplitCombiner {
-    static constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS, LOADS_AHEAD = 8;
+    static constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS;
+    // With more splits, the groups merge the splits of a row together.
+    static constexpr int MOST_SPLITS_PER_GROUP = 8;
+    // Four: then two blocks, which need 9 KB each, wait beside those of fwd_decode. HEAD_DIM_V = 512: not timed.
+    static constexpr int LOADS_AHEAD = QUADS > 64 ? 8 : 4;
     static_assert(GROUPS >= 1, "one thread per four columns");
     const View<dtype_o>& O;
     float* const LSE;
@@ -127,13 +131,14 @@ struct SplitCombiner {
         const Split split = first_split();
         if (split.invalid()) return end_after_previous_entry_point();
         const RowTile tile = row_tile<1>(score, blockIdx.x, split.b);
-        griddepcontrol_wait();
-        if ((RAGGED && tile.invalid()) || (Scheduler::DYNAMIC && split.splits == 1)) return;
+        // Without waiting: blocks that have work can start sooner.
+        if ((RAGGED && tile.invalid()) || (Scheduler::DYNAMIC && split.splits == 1))
+            return end_after_previous_entry_point();
         const Partials parts(partials, Scheduler::parts(splits, entries),
                              static_cast<long long>(H) * Partials::rows_per_head(score), split);
         const int heads = (H + gridDim.y - 1) / gridDim.y, first_head = blockIdx.y * heads,
                   end_head = min(first_head + heads, H), group = threadIdx.x / QUADS, quad = threadIdx.x % QUADS;
-        const bool together = heads == 1 || split.splits > LOADS_AHEAD;
+        const bool together = heads == 1 || split.splits > MOST_SPLITS_PER_GROUP;
 #pragma unroll 1
         for (int h = first_head + (together ? 0 : group); h < end_head; h += together ? 1 : GROUPS) {
             if (together && h > first_head) __syncthreads();  // the sums of the previous head have been read
@@ -142,6 +147,7 @@ struct SplitCombiner {
                             partial_row = Partials::row(score, h, tile.row0, number);
             const float scale_log2 = head.softmax_scale * Head::LOG2E;
             const bool idle = group >= GROUPS;  // threads that are no whole group
+            griddepcontrol_wait();              // the partial results are complete
             CombinedRow sum = merge(parts, partial_row,
                                     idle       ? split.splits
                                     : together ? group

@@ -418,8 +418,8 @@ def test_stream_k_has_one_wave() -> None:
     of = ((1, 64), (1, 512), (1, 32768), (4, 32768), (32, 4096), (128, 2048), (0, 4096))
     problems = [dataclasses.replace(one, B=B, Sk=Sk) for B, Sk in of]
     grids = [(KERNEL.grid(p, tile), KERNEL.then[0].grid(p, tile)) for p in problems]
-    assert [grid for grid, _ in grids] == [(1, 8, n) for n in (1, 4, 49, 49, 49, 49, 1)]
-    one_block_per_row, four_rows = [(0, 32, 1), (1, 8, 1), (1, 32, 1), (1, 32, 4)], [(1, 8, 32), (1, 8, 49), (0, 32, 0)]
+    assert [grid for grid, _ in grids] == [(1, 8, n) for n in (1, 4, 33, 33, 33, 33, 1)]
+    one_block_per_row, four_rows = [(0, 32, 1), (1, 32, 1), (1, 32, 1), (1, 32, 4)], [(1, 8, 32), (1, 8, 33), (0, 32, 0)]
     assert [combine for _, combine in grids] == one_block_per_row + four_rows
 
 
