@@ -419,8 +419,8 @@ def test_stream_k_has_one_wave() -> None:
     problems = [dataclasses.replace(one, B=B, Sk=Sk) for B, Sk in of]
     grids = [(KERNEL.grid(p, tile), KERNEL.then[0].grid(p, tile)) for p in problems]
     assert [grid for grid, _ in grids] == [(1, 8, n) for n in (1, 4, 33, 33, 33, 33, 1)]
-    one_block_per_row, four_rows = [(0, 32, 1), (1, 32, 1), (1, 32, 1), (1, 32, 4)], [(1, 8, 32), (1, 8, 33), (0, 32, 0)]
-    assert [combine for _, combine in grids] == one_block_per_row + four_rows
+    a_head, four_heads = [(0, 32, 1), (1, 32, 1), (1, 32, 1), (1, 32, 4)], [(1, 8, 32), (1, 8, 33), (0, 32, 0)]
+    assert [combine for _, combine in grids] == a_head + four_heads
 
 
 def test_splits_fill_the_multiprocessors() -> None:
