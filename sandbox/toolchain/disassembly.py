@@ -1,7 +1,7 @@
 """Machine code and PTX: instructions with their source lines, counted by class. Needs no GPU.
 
-NVRTC is always called with -lineinfo, so the cubin contains a line table. nvdisasm reads cubins of its own and older
-versions; it reports live registers only for cubins of CUDA 13 and later.
+NVRTC is called with -lineinfo (except for a fast compilation), so the cubin contains a line table. nvdisasm reads
+cubins of its own and older versions; it reports live registers only for cubins of CUDA 13 and later.
 """
 
 from __future__ import annotations

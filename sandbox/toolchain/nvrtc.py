@@ -96,7 +96,7 @@ def compile(
     flags = (
         f"--gpu-architecture={arch}",
         "--std=c++17",
-        "-lineinfo",
+        *(() if _FAST in options else ("-lineinfo",)),  # 4% of the time of a fast compilation
         "--device-as-default-execution-space",  # NVRTC 13.0 treats a generic lambda as a host function
         "--ptxas-options=-v",
         *library.no_cache,
