@@ -29,6 +29,9 @@
 #ifndef TMA
 #define TMA 0  // keys are loaded by cp.async; 1: by TMA
 #endif
+#ifndef EARLY_STAGES
+#define EARLY_STAGES 0  // key tiles of the next split that are loaded before the epilogue (early_stages in the spec)
+#endif
 #include <hopper.cuh>  // angle brackets: the CPU backend has its own
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
@@ -50,14 +53,10 @@ using VTile = SwizzledRows<V_COLUMNS>;
 constexpr unsigned K_BYTES = BLOCK_N * KTile::ROW, STAGE = K_BYTES + BLOCK_N * VTile::ROW;
 constexpr unsigned O_BYTES = BLOCK_M * DV_PAD * 4, STAGES_BYTES = STAGES * STAGE,
                    RING = STAGES_BYTES > O_BYTES ? STAGES_BYTES : O_BYTES;  // per warp
-// With stream-K, the loads for the next split start before the epilogue: Q has two buffers, and O is in the last
-// stages, so that the first EARLY_STAGES tiles can be loaded. Not where O takes several stages and the second buffer
-// may cost a block per SM, except for the shape that was timed.
-constexpr int O_STAGES = (O_BYTES + STAGE - 1) / STAGE;
-constexpr bool TIMED_EARLY = BLOCK_M == 32 && HEAD_DIM == 128 && HEAD_DIM_V == 128;
-constexpr int EARLY_STAGES =
-    DYNAMIC_SPLITS && O_STAGES < STAGES && (O_STAGES == 1 || TIMED_EARLY) ? STAGES - O_STAGES : 0;
+// EARLY_START: the loads for the next split start before the epilogue. Q has two buffers, and O is in the last stages,
+// so that the first EARLY_STAGES tiles can be loaded.
 constexpr bool EARLY_START = EARLY_STAGES > 0;
+static_assert(!EARLY_START || STAGES_BYTES >= O_BYTES + EARLY_STAGES * STAGE, "O overlaps the tiles of the next split");
 constexpr unsigned Q_BYTES = BLOCK_M * QTile::ROW, SUMS_AT = (EARLY_START ? 2 : 1) * Q_BYTES,
                    RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, DSMEM_AT = RINGS_AT + WARPS * RING,
                    O_AT = EARLY_START ? EARLY_STAGES * STAGE : 0;  // in a warp's stages

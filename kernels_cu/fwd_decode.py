@@ -34,17 +34,34 @@ def by_tma(p: Problem, t: Tile) -> bool:
     return boxes and all(t[name] == BY_TMA[name] for name in t if name != "BLOCKS")
 
 
+def stage_bytes(p: Problem, t: Tile) -> tuple[int, int]:
+    """Bytes of a stage, and of O, of a warp."""
+    K, V = row_bytes(p)
+    return t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
+
+
+def early_stages(p: Problem, t: Tile) -> int:
+    """EARLY_STAGES: with stream-K, the stages that O does not take. 0 where O takes several and the second buffer of Q
+    may cost a block per SM, except for the shape that was timed."""
+    stage, O_smem = stage_bytes(p, t)
+    O_stages, timed = cdiv(O_smem, stage), t.BLOCK_M == 32 and p.D == p.Dv == 128
+    return max(t.STAGES - O_stages, 0) if stream_k(p, t) and (O_stages == 1 or timed) else 0
+
+
+def macros(p: Problem, t: Tile) -> dict[str, int]:
+    """Macros that differ from 0."""
+    found = {"TMA": int(by_tma(p, t)), "EARLY_STAGES": early_stages(p, t)}
+    return {name: value for name, value in found.items() if value}
+
+
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Q, twice if the loads of the next split start early; m and l of each warp; each warp's stages of K and V, which O
     reuses; O, m, l from the other blocks of a cluster; barriers of TMA."""
-    K, V = row_bytes(p)
-    stage, O_smem = t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
-    O_stages, timed = cdiv(O_smem, stage), t.BLOCK_M == 32 and p.D == p.Dv == 128
-    early_start = stream_k(p, t) and O_stages < t.STAGES and (O_stages == 1 or timed)
+    stage, O_smem = stage_bytes(p, t)
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
-    Q = t.BLOCK_M * K * p.itemsize // p.key_itemsize
+    Q = t.BLOCK_M * row_bytes(p)[0] * p.itemsize // p.key_itemsize * (2 if early_stages(p, t) else 1)
     barriers = 8 * t.WARPS * t.STAGES * by_tma(p, t)
-    return Q * (1 + early_start) + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem + barriers
+    return Q + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem + barriers
 
 
 def by_entry(p: Problem) -> bool:
@@ -328,7 +345,7 @@ kernel = Kernel(
     numbers={"splits": splits, "entries": lambda p, t: entries(p), "row_tiles": row_tiles},
     args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "entries", "score", "K_map", "V_map"),
     unused=lambda p, t: () if by_tma(p, t) else ("K_map", "V_map"),
-    macros_of=lambda p, t: {"TMA": 1} if by_tma(p, t) else {},
+    macros_of=macros,
     then=(
         Entry(
             name="fwd_decode_combine",
