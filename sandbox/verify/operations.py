@@ -88,8 +88,8 @@ def named_cases(operation: Operation, kernel: Kernel, small: bool) -> list[Case]
 
 
 def _case(problem: Any, inputs: str = "normal") -> Case:
-    return Case(" ".join(filter(None, (problem.widths.replace(", ", " "), "" if inputs == "normal" else inputs))),
-                problem, inputs, "contiguous")  # fmt: skip
+    words = problem.widths.replace(", ", " "), problem.dtype, "" if inputs == "normal" else inputs
+    return Case(" ".join(filter(None, words)), problem, inputs, "contiguous")
 
 
 def sweep_cases(operation: Operation, kernel: Kernel) -> Iterator[Case]:

@@ -459,7 +459,7 @@ def test_cases_of_commands() -> None:
     assert texts(suite.quick_cases(kernel, ("cuda", 0))) == ["11,12 float16 normal", *small]
     assert texts([suite.tile_case(kernel, kernel.tiles[0])]) == small[:1]
     names = [case.name for case in suite.sweep_cases(kernel)]
-    assert (names[0], names[4]) == ("M=3 N=4", "M=3 N=4 zero")
+    assert (names[0], names[4]) == ("M=3 N=4 float32", "M=3 N=4 float32 zero")
     assert {case.layout for case in suite.sweep_cases(kernel)} == {"contiguous"}
 
 
