@@ -56,6 +56,7 @@ constexpr unsigned O_BYTES = BLOCK_M * DV_PAD * 4, STAGES_BYTES = STAGES * STAGE
 // EARLY_START: the loads for the next split start before the epilogue. Q has two buffers, and O is in the last stages,
 // so that the first EARLY_STAGES tiles can be loaded.
 constexpr bool EARLY_START = EARLY_STAGES > 0;
+static_assert(!EARLY_START || DYNAMIC_SPLITS, "a block has one split");
 static_assert(!EARLY_START || STAGES_BYTES >= O_BYTES + EARLY_STAGES * STAGE, "O overlaps the tiles of the next split");
 constexpr unsigned Q_BYTES = BLOCK_M * QTile::ROW, SUMS_AT = (EARLY_START ? 2 : 1) * Q_BYTES,
                    RINGS_AT = SUMS_AT + WARPS * BLOCK_M * 8, DSMEM_AT = RINGS_AT + WARPS * RING,
@@ -178,8 +179,8 @@ __device__ __forceinline__ void process_tile(Softmax& state, const SeqlenInfo& s
     add_products(state.O, P, stage + K_BYTES, V_offsets);
 }
 
-// float8 keys, up to 8 rows: 16 warps per SM, 128 registers. Otherwise ptxas's own register limit spills 4 to 32 bytes,
-// which one block per SM raises.
+// float8 keys, up to 8 rows: up to 16 warps per SM, 128 registers. Otherwise ptxas's own register limit spills 4 to 32
+// bytes, which one block per SM raises.
 constexpr bool FEW_REGISTERS = BLOCK_M == 8 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 && CONVERTS_KEYS,
                MORE_REGISTERS =
                    BLOCK_M == 8 || DYNAMIC_SPLITS || SHORT_SEQUENCES || FLOAT8_KEYS || Head::HAS_LEFT_BOUND;

@@ -96,8 +96,8 @@ def stream_k(p: Problem, t: Tile) -> bool:
 
 def resident_blocks(p: Problem, t: Tile) -> int:
     """Blocks that run at the same time: as many as saturate memory bandwidth, if they fit into shared memory. Stream-K
-    over float8 keys: two are enough, or half of the bytes in flight; more have more partial results (B 32, H 32/8, 4096
-    keys: 38.5 instead of 38.9 us; B 16: 27.0 instead of 28.5; experiment 028)."""
+    over float8 keys: as many as half of the bytes in flight need, but at least two per SM. More blocks only make more
+    partial results (H 32/8, 4096 keys, B 16: 27.0 instead of 28.5 us, B 32: 38.5 instead of 38.9; experiment 028)."""
     fit = max(1, SM_SMEM // (smem_bytes(p, t) + 1024))
     in_flight = t.WARPS * (t.STAGES - 1) * t.BLOCK_N * sum(row_bytes(p))
     enough = cdiv(SM_BYTES_IN_FLIGHT, in_flight)
@@ -228,7 +228,7 @@ def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
 
     float8 keys (experiment 028): more than 16 rows, three stages of four warps (B 64, H 64/8, 4 queries, 8192 keys: 263
     instead of 269 us with two of eight), or by TMA of eight. In pages of several entries: D + Dv < 256, up to 8 rows:
-    two warps. Otherwise fewer bytes in flight per warp, so that three blocks run on an SM; from three waves on clusters
+    two warps. Otherwise fewer bytes in flight per warp, so that more blocks run on an SM; from three waves on clusters
     of two if there are 2048 to MAX_CLUSTER_KEYS keys, or more than 16 rows; 9 to 16 rows otherwise one block of eight
     warps.
     """

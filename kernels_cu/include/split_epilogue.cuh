@@ -66,7 +66,8 @@ struct SplitCombiner {
     static constexpr int QUADS = HEAD_DIM_V / 4, GROUPS = THREADS / QUADS;
     // With more splits, the groups merge the splits of a row together.
     static constexpr int MOST_SPLITS_PER_GROUP = 8;
-    // Four: then two blocks, which need 9 KB each, wait beside those of fwd_decode. HEAD_DIM_V = 512: not timed.
+    // Four: with four warps a block needs 9 KB, so that two wait beside the blocks of fwd_decode. HEAD_DIM_V > 256: not
+    // timed.
     static constexpr int LOADS_AHEAD = QUADS > 64 ? 8 : 4;
     static_assert(GROUPS >= 1, "one thread per four columns");
     const View<dtype_o>& O;
@@ -147,7 +148,7 @@ struct SplitCombiner {
                             partial_row = Partials::row(score, h, tile.row0, number);
             const float scale_log2 = head.softmax_scale * Head::LOG2E;
             const bool idle = group >= GROUPS;  // threads that are no whole group
-            griddepcontrol_wait();              // the partial results are complete
+            griddepcontrol_wait();              // after the lengths are read: the partial results are complete
             CombinedRow sum = merge(parts, partial_row,
                                     idle       ? split.splits
                                     : together ? group

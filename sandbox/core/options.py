@@ -422,7 +422,7 @@ ARRAYS = {option.name: option.array for option in OPTIONS if option.array}
 ELEMENTWISE = frozenset((*(name for name, array in ARRAYS.items() if {*array.axes} - {*"bh"}), "score"))
 DIAGONAL = frozenset(option.name for option in OPTIONS if option.diagonal)
 # With no other options, the query heads of a group can share a tile (packed GQA: `with_packed_heads` in api/plan.py for
-# one query, packed_gqa.py for up to 128).
+# one query, packed_gqa.py for few).
 SAME_FOR_GROUP = frozenset(option.name for option in OPTIONS if option.same_for_group)
 BY_ARGUMENT = {BY_NAME[name].argument: array for name, array in ARRAYS.items()}  # by the name in a spec's `args`
 _FIRST = (  # stored results have texts in this order

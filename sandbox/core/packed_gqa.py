@@ -12,8 +12,10 @@ SLOT = 16  # query rows of a warp, all of one head
 
 def may_pack(p: Problem) -> bool:
     """Whether heads may share a work tile: few queries, no option that depends on the head, and Dv = D (others were not
-    timed). Fewer queries if causal: a packed work tile reads the keys that any row of the head sees."""
-    return p.group > 1 and 0 < p.Sq <= (128 if p.causal else 256) and p.options <= SAME_FOR_GROUP and p.Dv == p.D
+    timed). Fewer queries if causal, when a packed work tile reads the keys that any row of the head sees, or if
+    invariant (not timed)."""
+    most = 128 if p.causal or p.invariant else 256
+    return p.group > 1 and 0 < p.Sq <= most and p.options <= SAME_FOR_GROUP and p.Dv == p.D
 
 
 def packed_rows(p: Problem) -> int:

@@ -119,6 +119,7 @@ def test_keys_are_shared_if_work_tiles_are_few() -> None:
         ({"Sq": 128}, False, 12),
         ({"Sq": 129}, True, 18),  # 288 rows: three tiles instead of four
         ({"Sq": 129, "causal": "bottom-right"}, False, 24),
+        ({"Sq": 129, "invariant": True}, False, 24),
         ({"Sq": 257}, False, 36),
     ],
     ids=str,

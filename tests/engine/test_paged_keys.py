@@ -93,6 +93,7 @@ LENGTHS = {
     "none": np.array([0, 0, 0]),
     "last": np.array([*[0] * 33, 700]),
     "alone": np.array([1000]),
+    "cut often": np.array([*[3] * 40, 6000]),  # several heads per combine block, which merges many splits of each
 }
 LENGTHS["any"][[0, 33, 39]] = 0, 0, 300
 

@@ -28,6 +28,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hidden", {"key_lengths": True, "page_size": 16, "Sk": 304}),
     ("normal", {"D": 128, "Dv": 64, "Hk": 1}),
     ("normal", {"D": 256, "Dv": 256, "Hk": 1, "causal": False}),
+    ("normal", {"H": 6, "Sq": 171, "causal": False}),  # packed: a head has several work tiles
+    ("hidden", {"H": 6, "Sq": 150, "causal": False, "key_lengths": True, "page_size": 16, "Sk": 304}),
     ("normal", {"sink": True, "dropout": 0.2}),
     ("nan_query", {}),
 )

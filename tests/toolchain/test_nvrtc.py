@@ -660,6 +660,7 @@ def test_the_fast_compilation(write) -> None:
     full = nvrtc.compile(source, "spills", "sm_90a", defines)
     fast = nvrtc.compile_fast(source, "spills", "sm_90a", defines)
     assert "--Ofast-compile=mid" in fast.options
+    assert "-lineinfo" not in fast.options
     assert not fast.cached
     assert fast.cubin != full.cubin
     assert nvrtc.compile_fast(source, "spills", "sm_90a", defines).cached
