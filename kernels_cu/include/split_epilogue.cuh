@@ -132,7 +132,7 @@ struct SplitCombiner {
         const Split split = first_split();
         if (split.invalid()) return end_after_previous_entry_point();
         const RowTile tile = row_tile<1>(score, blockIdx.x, split.b);
-        // Without waiting: blocks that have work can start sooner.
+        // Without waiting, so that blocks that have work can start sooner.
         if ((RAGGED && tile.invalid()) || (Scheduler::DYNAMIC && split.splits == 1))
             return end_after_previous_entry_point();
         const Partials parts(partials, Scheduler::parts(splits, entries),
@@ -148,12 +148,9 @@ struct SplitCombiner {
                             partial_row = Partials::row(score, h, tile.row0, number);
             const float scale_log2 = head.softmax_scale * Head::LOG2E;
             const bool idle = group >= GROUPS;  // threads that are no whole group
-            griddepcontrol_wait();              // after the lengths are read: the partial results are complete
-            CombinedRow sum = merge(parts, partial_row,
-                                    idle       ? split.splits
-                                    : together ? group
-                                               : 0,
-                                    together ? GROUPS : 1, scale_log2);
+            const int begin = idle ? split.splits : together ? group : 0;
+            griddepcontrol_wait();  // after the lengths are read: the partial results are complete
+            CombinedRow sum = merge(parts, partial_row, begin, together ? GROUPS : 1, scale_log2);
             if (together) sum = merge_groups(sum, scale_log2);
             if (together ? group == 0 : !idle) store_row(O, LSE, head, h, tile.row0, number, quad, sum);
         }
