@@ -1,17 +1,12 @@
 """Spec of `fwd_decode.cu`."""
 
-from functools import lru_cache
-
-from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_cp_async
+from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, decode_tiles, unsupported_by_cp_async
 
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
-SMS = 132  # of the GPU on which tiles were measured
-MAX_CLUSTER_KEYS = 4096  # most keys for clusters with key_lengths, and for tiles that avoid the combine kernel
 FEW_SPLITS = 3  # of a row, on average: each group of threads of the combine kernel merges those of one head
 MAX_ACCUMULATORS = 32 * 160  # of S and O per warp
-BY_TMA = Tile(BLOCK_M=32, BLOCK_N=32, WARPS=8, STAGES=3, BLOCKS=132, CLUSTER=1)
 
 # BLOCK_N, WARPS, STAGES, CLUSTER
 TILES = ((16, 4, 3, 1), (32, 4, 2, 1), (32, 4, 2, 2))  # the latter two for float8
@@ -22,21 +17,9 @@ SMALL_TILES = (  # up to 16 rows
 )  # fmt: skip
 
 
-def row_bytes(p: Problem) -> tuple[int, int]:
-    """Bytes per row of K and of V, padded to MMA steps of 32 bytes."""
-    return cdiv(p.D * p.key_itemsize, 32) * 32, cdiv(p.Dv * p.key_itemsize, 32) * 32
-
-
-def by_tma(p: Problem, t: Tile) -> bool:
-    """Whether keys are loaded by TMA (decode_load_tma.cuh): tiles of 32 rows, and a page's rows of a key tile are one
-    box. With fewer rows cp.async is as fast (experiment 028)."""
-    boxes = pages_of_float8(p) and p.mappable and row_bytes(p) == (128, 128)
-    return boxes and all(t[name] == BY_TMA[name] for name in t if name != "BLOCKS")
-
-
 def stage_bytes(p: Problem, t: Tile) -> tuple[int, int]:
     """Bytes of a stage, and of O, of a warp."""
-    K, V = row_bytes(p)
+    K, V = decode_tiles.row_bytes(p)
     return t.BLOCK_N * (K + V), 4 * t.BLOCK_M * (V // p.key_itemsize)
 
 
@@ -50,7 +33,7 @@ def early_stages(p: Problem, t: Tile) -> int:
 
 def macros(p: Problem, t: Tile) -> dict[str, int]:
     """Macros that differ from 0."""
-    found = {"TMA": int(by_tma(p, t)), "EARLY_STAGES": early_stages(p, t)}
+    found = {"TMA": int(decode_tiles.by_tma(p, t)), "EARLY_STAGES": early_stages(p, t)}
     return {name: value for name, value in found.items() if value}
 
 
@@ -59,8 +42,8 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     reuses; O, m, l from the other blocks of a cluster; barriers of TMA."""
     stage, O_smem = stage_bytes(p, t)
     dsmem = (t.CLUSTER - 1) * t.BLOCK_M * (16 * cdiv(p.Dv // 4, t.CLUSTER) + 8)
-    Q = t.BLOCK_M * row_bytes(p)[0] * p.itemsize // p.key_itemsize * (2 if early_stages(p, t) else 1)
-    barriers = 8 * t.WARPS * t.STAGES * by_tma(p, t)
+    Q = t.BLOCK_M * decode_tiles.row_bytes(p)[0] * p.itemsize // p.key_itemsize * (2 if early_stages(p, t) else 1)
+    barriers = 8 * t.WARPS * t.STAGES * decode_tiles.by_tma(p, t)
     return Q + t.WARPS * (8 * t.BLOCK_M + max(t.STAGES * stage, O_smem)) + dsmem + barriers
 
 
@@ -99,7 +82,7 @@ def resident_blocks(p: Problem, t: Tile) -> int:
     over float8 keys: as many as half of the bytes in flight need, but at least two per SM. More blocks only make more
     partial results (H 32/8, 4096 keys, B 16: 27.0 instead of 28.5 us, B 32: 38.5 instead of 38.9; experiment 028)."""
     fit = max(1, SM_SMEM // (smem_bytes(p, t) + 1024))
-    in_flight = t.WARPS * (t.STAGES - 1) * t.BLOCK_N * sum(row_bytes(p))
+    in_flight = t.WARPS * (t.STAGES - 1) * t.BLOCK_N * sum(decode_tiles.row_bytes(p))
     enough = cdiv(SM_BYTES_IN_FLIGHT, in_flight)
     if stream_k(p, t) and p.float8_keys:
         enough = max(2, cdiv(SM_BYTES_IN_FLIGHT // 2, in_flight))
@@ -176,13 +159,15 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: whole MMA steps, key tiles within a page, registers of S and O, clusters."""
-    width = row_bytes(p)[1] // p.key_itemsize + t.BLOCK_N
+    width = decode_tiles.row_bytes(p)[1] // p.key_itemsize + t.BLOCK_N
     rules = (
         (t.BLOCK_M in (8, 16, 32), f"BLOCK_M={t.BLOCK_M} must be 8, 16 or 32: columns of m16n8k16"),
         (t.BLOCK_M % t.WARPS == 0, f"WARPS={t.WARPS} must divide BLOCK_M={t.BLOCK_M}: each warp combines as many rows"),
         (t.BLOCK_N % 16 == 0, f"BLOCK_N={t.BLOCK_N} must be a multiple of 16: one m16n8k16 step of P V"),
         (
-            t.BLOCK_N == 16 or in_pages(p, t.BLOCK_N) or (t.BLOCK_N == 32 and in_pages(p, 16)),
+            t.BLOCK_N == 16
+            or decode_tiles.in_pages(p, t.BLOCK_N)
+            or (t.BLOCK_N == 32 and decode_tiles.in_pages(p, 16)),
             f"BLOCK_N={t.BLOCK_N} must divide page_size={p.page_size}, or be 16, or 32 in pages of a multiple of 16",
         ),
         (
@@ -194,111 +179,12 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             f"CLUSTER={t.CLUSTER} needs compute capability 9.0 or later, which has distributed shared memory",
         ),
         (
-            not by_tma(p, t) or arch is None or arch >= (9, 0),
+            not decode_tiles.by_tma(p, t) or arch is None or arch >= (9, 0),
             f"tile {t} needs compute capability 9.0 or later, which has TMA",
         ),
         (t.STAGES >= 2, f"STAGES={t.STAGES} must be at least 2: one is read while the others are loaded"),
     )
     return next((reason for holds, reason in rules if not holds), None)
-
-
-def in_pages(p: Problem, keys: int) -> bool:
-    """Whether each tile of so many keys is in one page; also without pages."""
-    return p.page_size % keys == 0
-
-
-def pages_of_float8(p: Problem) -> bool:
-    """16-bit queries over pages of float8 keys, for which tiles of their own were timed (experiment 028)."""
-    return bool(p.kv_dtype and p.page_size and in_pages(p, 16) and not p.ragged)
-
-
-def preferred(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """WARPS, CLUSTER, and bytes in flight per warp and column of K: the fastest for D + Dv = 256, 16 bits.
-
-    Clusters if they make one wave of all row tiles, which needs no combine kernel: of two large blocks, or of two or
-    four small ones, of which three run on an SM. Three waves and more: no cluster, and fewer bytes in flight per warp.
-
-    With key_lengths up to MAX_CLUSTER_KEYS, small clusters for any number of waves, because one block reads while
-    another one finishes: of two, or of four where clusters of two make 1 to 2 waves, of which the last is half empty
-    (experiment 020).
-
-    Otherwise, up to 16 rows, MAX_CLUSTER_KEYS keys and D + Dv = 256: eight warps, or one wave of clusters of four, if
-    the default needs the combine kernel and these do not (B 12, H 28/7, 620 keys, D = 64 and 96: 9.4 and 10.6 instead
-    of 11.8 and 14.9 us; experiment 026).
-
-    float8 keys (experiment 028): more than 16 rows, three stages of four warps (B 64, H 64/8, 4 queries, 8192 keys: 263
-    instead of 269 us with two of eight), or by TMA of eight. In pages of several entries: D + Dv < 256, up to 8 rows:
-    two warps. Otherwise fewer bytes in flight per warp, so that more blocks run on an SM; from three waves on clusters
-    of two if there are 2048 to MAX_CLUSTER_KEYS keys, or more than 16 rows; 9 to 16 rows otherwise one block of eight
-    warps.
-    """
-    tiles, default, rows = row_tiles(p, t) * p.Hk * p.batches, (4, 1, 64), queries(p) * p.group
-    many_rows, wide, wave = rows > 16, max(p.D, p.Dv) > 128, 3 * SMS  # of small blocks
-    if many_rows and by_tma(p, BY_TMA) and was_timed(p, BY_TMA):
-        return 8, 1, 64
-    if pages_of_float8(p) and p.B > 1 and (wide or not many_rows):
-        if sum(row_bytes(p)) < 256:
-            return default if rows > 8 else (2, 1, 64)
-        if tiles >= wave and (many_rows or 2048 <= p.Sk <= MAX_CLUSTER_KEYS):
-            return 4, 2, 32
-        return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
-    if p.float8_keys or p.ragged:
-        return default
-    if sum(row_bytes(p)) == 512:
-        if p.key_lengths:
-            if 2 * tiles < 0.75 * SMS or p.Sk > MAX_CLUSTER_KEYS:
-                return default
-            return (4, 4, 32) if wave < 2 * tiles < 2 * wave else (4, 2, 32)
-        if 0.75 * SMS <= 2 * tiles <= SMS:
-            return 8, 2, 64
-        for cluster in (4, 2):
-            if 0.75 * wave <= cluster * tiles <= wave and not many_rows:
-                return 4, cluster, 32
-        if tiles >= wave:
-            return 8, 1, 32
-    few_keys = p.Sk <= MAX_CLUSTER_KEYS and not p.key_lengths
-    if few_keys and not many_rows and sum(row_bytes(p)) <= 512 and not is_one_split(p, *default):
-        if is_one_split(p, 8, 1, 32):
-            return 8, 1, 32
-        if 4 * tiles <= wave and is_one_split(p, 4, 4, 32):
-            return 4, 4, 32
-    return default
-
-
-@lru_cache(maxsize=1024)  # the rank of every tile depends on it
-def is_one_split(p: Problem, warps: int, cluster: int, in_flight: int) -> bool:
-    """Whether such a tile of up to 16 rows and 16 keys needs no combine kernel."""
-    stages = 1 + in_flight // (16 * p.key_itemsize)
-    rows = 8 if queries(p) * p.group <= 8 else 16
-    t = Tile(BLOCK_M=rows, BLOCK_N=16, WARPS=warps, STAGES=stages, BLOCKS=SMS, CLUSTER=cluster)
-    return not needs_combine(p, t)
-
-
-def rank(p: Problem, t: Tile) -> int:
-    """Tiles that were timed with the options first; of these, fewest row tiles; then the preferred WARPS, CLUSTER and
-    bytes in flight; then the smallest BLOCK_M, and for float8 the largest BLOCK_N."""
-    *warps, in_flight = preferred(p, t)
-    penalty = 512 * (warps != [t.WARPS, t.CLUSTER]) + 256 * (in_flight != (t.STAGES - 1) * t.BLOCK_N * p.key_itemsize)
-    rows = min(p.Sq, queries(p)) * p.group
-    size = 2 * t.BLOCK_M + (p.float8_keys and t.BLOCK_N == 16)
-    return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(rows, t.BLOCK_M) + penalty + size
-
-
-def was_timed(p: Problem, t: Tile) -> bool:
-    """Whether the tile was timed with such options: a preference, not a limit. A tile that was not timed may be faster.
-    A tile that spills would be used only if all tiles spill."""
-    hides = bool(p.score and p.score.hides)
-    untimed = (
-        t.BLOCK_M > 16 and (p.dropout or hides),
-        t.BLOCK_M > 16 and p.ragged and p.page_size,
-        t.BLOCK_M > 16 and t.WARPS == 8 and (p.ragged or p.Dv != p.D),
-        t.BLOCK_M > 16 and p.float8_keys and p.D > 128 and p.Dv != p.D,
-        t.BLOCK_N > 16 and (p.mask or (p.Dv > 128 and (t.BLOCK_M > 16 or not pages_of_float8(p)))),
-        t.BLOCK_N > 16 and not in_pages(p, 32) and not pages_of_float8(p),
-        t.BLOCK_N > 16 and t.STAGES == 2 and t.WARPS == 4 and not pages_of_float8(p),
-        t.CLUSTER > 1 and hides and p.Dv < 128,
-    )
-    return not any(untimed)
 
 
 kernel = Kernel(
@@ -323,7 +209,7 @@ kernel = Kernel(
             )
             for keys, warps, stages, cluster in tiles
         ),
-        BY_TMA,
+        decode_tiles.BY_TMA,
     ),
     space={
         "BLOCK_M": (8, 16, 32),
@@ -339,12 +225,12 @@ kernel = Kernel(
     cluster=lambda t: t.CLUSTER,
     supports=supports,
     check_tile=check_tile,
-    rank=rank,
+    rank=lambda p, t: decode_tiles.rank(p, t, queries(p), row_tiles(p, t), needs_combine),
     first_for=first_for,
     scratch={"partials": partials},
     numbers={"splits": splits, "entries": lambda p, t: entries(p), "row_tiles": row_tiles},
     args=("Q", "K", "V", "O", "LSE", "partials", "H", "group", "splits", "entries", "score", "K_map", "V_map"),
-    unused=lambda p, t: () if by_tma(p, t) else ("K_map", "V_map"),
+    unused=lambda p, t: () if decode_tiles.by_tma(p, t) else ("K_map", "V_map"),
     macros_of=macros,
     then=(
         Entry(

@@ -1,6 +1,6 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
-from .core import wgmma_tiles
+from .core import decode_tiles, wgmma_tiles
 from .core.dtypes import ITEMSIZE
 from .core.estimates import decode_us, keys_of_row, wgmma_us
 from .core.kernel import (
@@ -60,6 +60,7 @@ __all__ = [
     "Tile",
     "ascending_from_0",
     "cdiv",
+    "decode_tiles",
     "decode_us",
     "fields_of_splits",
     "key_ranges",

@@ -3,6 +3,7 @@
 __all__ = [
     "atomic",
     "block_map",
+    "decode_tiles",
     "dtypes",
     "errors",
     "estimates",
