@@ -82,7 +82,7 @@ def resident_blocks(p: Problem, t: Tile) -> int:
     over float8 keys: as many as half of the bytes in flight need, but at least two per SM. More blocks only make more
     partial results (H 32/8, 4096 keys, B 16: 27.0 instead of 28.5 us, B 32: 38.5 instead of 38.9; experiment 028)."""
     fit = max(1, SM_SMEM // (smem_bytes(p, t) + 1024))
-    in_flight = t.WARPS * (t.STAGES - 1) * t.BLOCK_N * sum(decode_tiles.row_bytes(p))
+    in_flight = t.WARPS * (t.STAGES - 1) * stage_bytes(p, t)[0]
     enough = cdiv(SM_BYTES_IN_FLIGHT, in_flight)
     if stream_k(p, t) and p.float8_keys:
         enough = max(2, cdiv(SM_BYTES_IN_FLIGHT // 2, in_flight))

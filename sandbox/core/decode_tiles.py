@@ -77,17 +77,18 @@ def preferred(
     """
     tiles, default, rows = row_tiles * p.Hk * p.batches, (4, 1, 64), queries * p.group
     many_rows, wide, wave = rows > 16, max(p.D, p.Dv) > 128, 3 * HOPPER_SMS  # of small blocks
+    key_bytes = sum(row_bytes(p))
     if many_rows and by_tma(p, BY_TMA) and was_timed(p, BY_TMA):
         return 8, 1, 64
     if pages_of_float8(p) and p.B > 1 and (wide or not many_rows):
-        if sum(row_bytes(p)) < 256:
+        if key_bytes < 256:
             return default if rows > 8 else (2, 1, 64)
         if tiles >= wave and (many_rows or 2048 <= p.Sk <= MAX_CLUSTER_KEYS):
             return 4, 2, 32
         return (4, 1, 32) if rows <= 8 or wide else (8, 1, 32)
     if p.float8_keys or p.ragged:
         return default
-    if sum(row_bytes(p)) == 512:
+    if key_bytes == 512:
         if p.key_lengths:
             if 2 * tiles < 0.75 * HOPPER_SMS or p.Sk > MAX_CLUSTER_KEYS:
                 return default
@@ -101,7 +102,7 @@ def preferred(
             return 8, 1, 32
     few_keys = p.Sk <= MAX_CLUSTER_KEYS and not p.key_lengths
     one_split = partial(is_one_split, p, rows, needs_combine)
-    if few_keys and not many_rows and sum(row_bytes(p)) <= 512 and not one_split(*default):
+    if few_keys and not many_rows and key_bytes <= 512 and not one_split(*default):
         if one_split(8, 1, 32):
             return 8, 1, 32
         if 4 * tiles <= wave and one_split(4, 4, 32):
