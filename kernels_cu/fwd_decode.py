@@ -116,7 +116,7 @@ def blocks(p: Problem, t: Tile) -> int:
 
 def needs_combine(p: Problem, t: Tile) -> bool:
     """Whether a row may have more than one split."""
-    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * t.WARPS * t.CLUSTER
+    return splits(p, t) > 1 and p.Sk > t.BLOCK_N * (1 if stream_k(p, t) else t.WARPS * t.CLUSTER)
 
 
 def combine_grid(p: Problem, t: Tile) -> tuple[int, int, int]:

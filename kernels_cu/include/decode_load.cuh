@@ -44,7 +44,7 @@ struct SplitPart {
     Range visible_to_all;  // keys
     int first, end;
 
-    // Splits share the visible key tiles evenly, or, with stream-K, in whole rounds of the batch entry.
+    // Splits share the visible key tiles of the row tile evenly, or, with stream-K, those of the batch entry.
     __device__ __forceinline__ SplitPart(const Score& score, const Split& split, RowTile tile, int kv_head, int group,
                                          unsigned warp)
         : seqlen(score, tile.b), row0(tile.row0), rows_end(min(row0 + BLOCK_M, seqlen.Sq * group)) {
@@ -55,8 +55,8 @@ struct SplitPart {
         const int begin = keys.begin / BLOCK_N, tiles = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
         if (DYNAMIC_SPLITS) {
             const int origin = head.keys(0, head.Sq).begin / BLOCK_N;
-            first = max(origin + split.rounds.begin * WARPS, begin);
-            end = min(origin + split.rounds.end * WARPS, begin + tiles);
+            first = max(origin + split.tiles.begin, begin);
+            end = min(origin + split.tiles.end, begin + tiles);
         } else {
             const int blocks = split.splits * CLUSTER, each = (tiles + blocks - 1) / blocks,
                       before = min((split.split * CLUSTER + static_cast<int>(cluster_cta_rank())) * each, tiles);

@@ -34,11 +34,11 @@ __device__ __forceinline__ void end_after_previous_entry_point() {
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) griddepcontrol_wait();
 }
 
-// Split `split` of the `splits` of batch entry b; its partial result is number before + split (combine.cuh). rounds:
-// those of the entry that the split has, with stream-K.
+// Split `split` of the `splits` of batch entry b; its partial result is number before + split (combine.cuh). tiles:
+// those of the entry's key tiles that the split has, with stream-K.
 struct Split {
     int b, split, splits, before;
-    Range rounds = {0, 0};
+    Range tiles = {0, 0};
     __device__ __forceinline__ bool invalid() const { return b < 0; }
     static __device__ __forceinline__ Split none() { return {-1, 0, 1, 0}; }
 };
@@ -57,23 +57,23 @@ struct EqualSplits {
     __device__ __forceinline__ Split first_split(int b) const { return {b, 0, splits, b * splits}; }
 };
 
-// The rounds of batch entries. A round is one key tile per warp of a block.
-struct RoundsOfEntries {
+// The key tiles of batch entries.
+struct TilesOfEntries {
     static constexpr bool DYNAMIC = true;
     static __device__ __forceinline__ int parts(int splits, int entries) { return splits + entries; }
 
     const Score& score;
     const int entries, lane;
 
-    __device__ __forceinline__ RoundsOfEntries(const Score& score, int entries)
+    __device__ __forceinline__ TilesOfEntries(const Score& score, int entries)
         : score(score), entries(entries), lane(threadIdx.x % 32) {}
     // At least one for an entry with queries.
-    __device__ __forceinline__ int rounds(int b) const {
+    __device__ __forceinline__ int tiles(int b) const {
         const Head head0(score, b, 0);  // ranges are the same for all heads
         if (RAGGED && head0.Sq == 0) return 0;
         const Range keys = head0.keys(0, head0.Sq);
         const int begin = keys.begin / BLOCK_N * BLOCK_N, end = max(keys.end, begin);
-        return max((end - begin + BLOCK_N * WARPS - 1) / (BLOCK_N * WARPS), 1);
+        return max((end - begin + BLOCK_N - 1) / BLOCK_N, 1);
     }
     // The sum of count_of(b) over entries 0 .. last - 1. A warp collective. With more than 32 entries a lane reads the
     // lengths of four at once: one after the other they take the time of four cache misses.
@@ -119,18 +119,18 @@ struct RoundsOfEntries {
     }
 };
 
-// Assigns blocks to batch entries in proportion to their keys: no block has more than max_rounds. At least one block
+// Assigns blocks to batch entries in proportion to their keys: no block has more than max_tiles. At least one block
 // per entry with queries, and at most splits + entries in total. A warp collective.
-struct SplitScheduler : RoundsOfEntries {
+struct SplitScheduler : TilesOfEntries {
     static constexpr bool STREAM = false;
-    int max_rounds;
+    int max_tiles;
 
     __device__ __forceinline__ SplitScheduler(const Score& score, int entries, int splits)
-        : RoundsOfEntries(score, entries) {
-        const int all = sum(entries, [&](int b) { return rounds(b); });
-        max_rounds = max((all + splits - 1) / splits, 1);
+        : TilesOfEntries(score, entries) {
+        const int all = sum(entries, [&](int b) { return tiles(b); });
+        max_tiles = max((all + splits - 1) / splits, 1);
     }
-    __device__ __forceinline__ int blocks(int b) const { return (rounds(b) + max_rounds - 1) / max_rounds; }
+    __device__ __forceinline__ int blocks(int b) const { return (tiles(b) + max_tiles - 1) / max_tiles; }
 
     // The only split of block `number`; invalid if the grid has more blocks than splits.
     __device__ __forceinline__ Split first(int number) const {
@@ -143,39 +143,39 @@ struct SplitScheduler : RoundsOfEntries {
     }
 };
 
-// Stream-K (that of fwd_wgmma_fp8 is in stream_k.cuh): the rounds of all batch entries, one after the other, are
-// divided evenly among the blocks, so that a block may have the last rounds of one entry, all rounds of others, and the
-// first ones of another. START_ROUNDS before those of an entry count for the start and the end of a split, so that
-// blocks with many short entries end when the others do. Each part of an entry is a split; that of block i and entry b
-// is number i + b of all.
-struct StreamScheduler : RoundsOfEntries {
+// Stream-K (that of fwd_wgmma_fp8 is in stream_k.cuh): the key tiles of all batch entries, one after the other, are
+// divided evenly among the blocks, so that a block may have the last tiles of one entry, all tiles of others, and the
+// first ones of another. START_TILES before those of an entry count for the start and the end of a split, so that
+// blocks with many short entries end when the others do: as long as 2.25 tiles of each warp (measured with 8 rows;
+// experiment 028). Each part of an entry is a split; that of block i and entry b is number i + b of all.
+struct StreamScheduler : TilesOfEntries {
     static constexpr bool STREAM = true;
-    static constexpr int START_ROUNDS = 3;
-    int per_block;              // rounds, with START_ROUNDS for each entry
-    int before = 0, count = 0;  // the same before the rounds of the current entry; and its rounds
+    static constexpr int START_TILES = BLOCK_M == 8 ? 9 * WARPS / 4 : 3 * WARPS;
+    int per_block;              // tiles, with START_TILES for each entry
+    int before = 0, count = 0;  // the same before the tiles of the current entry; and its tiles
 
     __device__ __forceinline__ StreamScheduler(const Score& score, int entries, int blocks)
-        : RoundsOfEntries(score, entries), per_block(max((cost_of_first(entries) + blocks - 1) / blocks, 1)) {}
+        : TilesOfEntries(score, entries), per_block(max((cost_of_first(entries) + blocks - 1) / blocks, 1)) {}
     __device__ __forceinline__ int cost(int b) const {
-        const int own = rounds(b);
-        return own > 0 ? START_ROUNDS + own : 0;
+        const int own = tiles(b);
+        return own > 0 ? START_TILES + own : 0;
     }
     // The sum over entries 0 .. last - 1. A warp collective.
     __device__ __forceinline__ int cost_of_first(int last) const {
         return sum(last, [&](int b) { return cost(b); });
     }
 
-    // The part of block `block` of the current entry b; invalid if it has no rounds.
+    // The part of block `block` of the current entry b; invalid if it has no tiles.
     __device__ __forceinline__ Split part(int b, int block) const {
         const int first = before / per_block, last = (before + count - 1) / per_block,
                   begin = block * per_block - before;
-        const Range rounds = {max(begin, 0), min(begin + per_block, count)};
-        return rounds.begin < rounds.end ? Split{b, block - first, last - first + 1, first + b, rounds} : Split::none();
+        const Range own = {max(begin, 0), min(begin + per_block, count)};
+        return own.begin < own.end ? Split{b, block - first, last - first + 1, first + b, own} : Split::none();
     }
     // The entry in which block `block` begins becomes the current one; returns it, or -1. A warp collective.
     __device__ __forceinline__ int seek(int block) {
         const Found found = find(block * per_block, [&](int b) { return cost(b); });
-        before = found.before + START_ROUNDS, count = found.count - START_ROUNDS;
+        before = found.before + START_TILES, count = found.count - START_TILES;
         return found.b;
     }
     // The first split of block `block`, and the one after `split`; invalid if there is none.
@@ -184,9 +184,9 @@ struct StreamScheduler : RoundsOfEntries {
         return b < 0 ? Split::none() : part(b, block);
     }
     __device__ __forceinline__ Split next(const Split& split, int block) {
-        before += count + START_ROUNDS;
+        before += count + START_TILES;
         for (int b = split.b + 1; b < entries && before < (block + 1) * per_block; ++b)
-            if ((count = rounds(b)) > 0) return part(b, block);
+            if ((count = tiles(b)) > 0) return part(b, block);
         return Split::none();
     }
     // The first split of the entry that is cut where block `block` begins; invalid if none is, or if an earlier block
@@ -197,7 +197,7 @@ struct StreamScheduler : RoundsOfEntries {
     }
     // The first split of batch entry b.
     __device__ __forceinline__ Split first_split(int b) {
-        before = cost_of_first(b) + START_ROUNDS, count = rounds(b);
+        before = cost_of_first(b) + START_TILES, count = tiles(b);
         return part(b, before / per_block);
     }
 };
