@@ -96,13 +96,13 @@ def splits(p: Problem, t: Tile) -> int:
     cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Stream-K: one wave.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
-    limit = max(1, rounds // (t.STAGES - 1))  # per entry
+    limit, resident = max(1, rounds // (t.STAGES - 1)), resident_blocks(p, t)  # limit: per entry
     if stream_k(p, t):
-        return max(1, min(p.B * limit, resident_blocks(p, t) // max(tiles, 1)))
+        return max(1, min(p.B * limit, resident // max(tiles, 1)))
     row_tiles_of_all = tiles * entries(p)
 
     def cost(n: int) -> int:
-        waves = cdiv(row_tiles_of_all * n * t.CLUSTER, resident_blocks(p, t))
+        waves = cdiv(row_tiles_of_all * n * t.CLUSTER, resident)
         return waves * (cdiv(rounds, n) + 2) + (n > 1 and 1 + cdiv(3 * n, 8))
 
     limit = max(1, min(limit, MAX_SPLITS, MAX_BLOCKS // max(entries(p), 1)))

@@ -53,6 +53,7 @@ def rank(
     return 2**40 * (not was_timed(p, t)) + 1024 * cdiv(rows, t.BLOCK_M) + penalty + size
 
 
+@lru_cache(maxsize=1024)  # the rank of every tile depends on it
 def preferred(
     p: Problem, queries: int, row_tiles: int, needs_combine: Callable[[Problem, Tile], bool]
 ) -> tuple[int, int, int]:
@@ -110,7 +111,6 @@ def preferred(
     return default
 
 
-@lru_cache(maxsize=1024)  # the rank of every tile depends on it
 def is_one_split(
     p: Problem, rows: int, needs_combine: Callable[[Problem, Tile], bool], warps: int, cluster: int, in_flight: int
 ) -> bool:
