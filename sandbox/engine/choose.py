@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..core import log, registry
 from ..core.errors import UnsupportedProblem
@@ -92,16 +93,19 @@ def choose_tile(
     decisive = deciding(problem, kernel.computes) if kernel.computes == "backward" else problem
     if decisive is not problem:
         found = None  # a tuned tile depends on the sizes of the batch
-    candidates = {found: f"tuned on {gpu}"} if found else {}
-    for candidate in ranked(kernel, decisive):
-        candidates.setdefault(
-            _fitted(candidate, multiprocessors), "the first of the spec's tiles that fits and does not spill"
-        )
-    if tile is not None:
-        candidates = {tile: "as passed by the caller"}
+
+    def tried() -> Iterator[tuple[Tile, str]]:
+        if tile is not None:
+            yield tile, "as passed by the caller"
+            return
+        if found:
+            yield found, f"tuned on {gpu}"
+        for own in ranked(kernel, decisive):
+            yield _fitted(own, multiprocessors), "the first of the spec's tiles that fits and does not spill"
+
     reasons: list[str] = []
     spilled: dict[Tile, int] = {}
-    for candidate, why in candidates.items():
+    for candidate, why in tried():
         if reason := why_tile_unsupported(kernel, problem, candidate, arch):
             reasons.append(reason)
             continue
@@ -116,9 +120,10 @@ def choose_tile(
     return least
 
 
-def ranked(kernel: Kernel, problem: Problem) -> list[Tile]:
+@lru_cache(maxsize=256)  # a launch needs it twice: for the kernel, and for its tile on the device
+def ranked(kernel: Kernel, problem: Problem) -> tuple[Tile, ...]:
     """The spec's tiles in the order in which they are tried."""
-    return sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate))
+    return tuple(sorted(kernel.tiles, key=lambda candidate: kernel.rank(problem, candidate)))
 
 
 _SIZE = 4096  # queries and keys of the problem for a choice that must not depend on them

@@ -82,12 +82,15 @@ def prepare(
     required = [choose_kernel(problem, computes, arch) for computes in _prerequisites(kernel, problem, tensors)]
     own = parts(kernel, tile, problem, device)
     every = [*(Part(other, tile_on(device, other, problem), problem) for other in required), *own]
-    with ThreadPoolExecutor() as pool:  # compile in parallel
-        loads = [
-            *pool.map(
-                lambda part: load(part.kernel, part.tile, part.problem, device, fast and part.kernel is kernel), every
-            )
-        ]
+
+    def load_part(part: Part) -> Loaded:
+        return load(part.kernel, part.tile, part.problem, device, fast and part.kernel is kernel)
+
+    if len(every) == 1:  # without threads: a third of a millisecond
+        loads = [load_part(every[0])]
+    else:
+        with ThreadPoolExecutor() as pool:  # compile in parallel
+            loads = [*pool.map(load_part, every)]
     launches: list[EntryLaunch] = []
     for part, its_load in zip(every, loads, strict=True):
         launches += _launches(part, tensors, device, its_load)
