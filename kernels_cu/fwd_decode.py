@@ -1,5 +1,7 @@
 """Spec of `fwd_decode.cu`."""
 
+from functools import lru_cache
+
 from sandbox.spec import SM_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, decode_tiles, unsupported_by_cp_async
 
 SM_BYTES_IN_FLIGHT = 131072  # outstanding loads per SM that saturate memory bandwidth
@@ -89,6 +91,7 @@ def resident_blocks(p: Problem, t: Tile) -> int:
     return t.BLOCKS * min(fit, enough)
 
 
+@lru_cache(maxsize=256)  # the preference, and grids, scratch and arguments of a launch depend on it
 def splits(p: Problem, t: Tile) -> int:
     """Splits: blocks, or clusters, that share the keys of a row tile; with stream-K those of all batch entries.
 

@@ -14,8 +14,9 @@ class Tile(Mapping[str, int]):
     Immutable and hashable. Each number reaches the `.cu` as a macro of its name.
     """
 
-    __slots__ = ("_numbers",)
+    __slots__ = ("_hash", "_numbers")
     _numbers: dict[str, int]
+    _hash: int
 
     def __init__(self, **numbers: int):
         for name, value in numbers.items():
@@ -23,6 +24,7 @@ class Tile(Mapping[str, int]):
                 raise SpecError(f"tile: {name!r} must be an upper-case identifier: it becomes a macro")
             numbers[name] = integer(f"tile: {name}", value, 1)
         object.__setattr__(self, "_numbers", numbers)
+        object.__setattr__(self, "_hash", hash(tuple(sorted(numbers.items()))))
 
     @classmethod
     def parse(cls, text: str) -> Tile:
@@ -56,7 +58,7 @@ class Tile(Mapping[str, int]):
         return len(self._numbers)
 
     def __hash__(self) -> int:
-        return hash(tuple(sorted(self._numbers.items())))
+        return self._hash
 
     def __reduce__(self) -> tuple:
         return _tile, (self._numbers,)
