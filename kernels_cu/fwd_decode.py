@@ -99,7 +99,8 @@ def splits(p: Problem, t: Tile) -> int:
     cost, plus 1 + 3/8 per split for the combine kernel. A split has at least STAGES - 1 rounds. Stream-K: one wave.
     """
     tiles, rounds = row_tiles(p, t) * p.Hk, cdiv(p.Sk, t.BLOCK_N * t.WARPS * t.CLUSTER)
-    limit, resident = max(1, rounds // (t.STAGES - 1)), resident_blocks(p, t)  # limit: per entry
+    limit = max(1, rounds // (t.STAGES - 1))  # per entry
+    resident = resident_blocks(p, t)
     if stream_k(p, t):
         return max(1, min(p.B * limit, resident // max(tiles, 1)))
     row_tiles_of_all = tiles * entries(p)
