@@ -111,12 +111,12 @@ using StreamK = StreamKExchange<Fp8SoftmaxState, THREADS - 128>;
 __device__ __forceinline__ void epilogue(Fp8SoftmaxState& softmax, const TileInfo& info, int warpgroup_row,
                                          float scale_log2, unsigned warp, unsigned lane, const Arguments& args) {
     const unsigned consumer = warp / 4 - 1;
-    const StreamK stream_k{args.partials, consumer};
-    if (STREAM_K && info.split.end * BLOCK_N < args.score.Sk) {  // the next block has key tiles, too
+    const StreamK stream_k{args.partials, consumer, /*first_slot=*/gridDim.x};
+    if (SPLITS_LAST_WAVE && info.split.end * BLOCK_N < args.score.Sk) {  // the next block has key tiles, too
         stream_k.publish(softmax, info.block, consumer_barrier(consumer), warp % 4 == 0 && lane == 0);
         return;
     }
-    if (STREAM_K && info.split.begin > 0) stream_k.merge(softmax, info.first, info.block, scale_log2);
+    if (SPLITS_LAST_WAVE && info.split.begin > 0) stream_k.merge(softmax, info.first, info.block, scale_log2);
 
     const Head head(args.score, info.b, info.h);
     // A masked key has P = 0, but 0 * NaN is NaN: if a row is not finite, or has very large scores, all 64 are

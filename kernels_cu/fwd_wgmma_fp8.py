@@ -1,6 +1,6 @@
 """Spec of `fwd_wgmma_fp8.cu`."""
 
-from sandbox.spec import BLOCK_SMEM, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import BLOCK_SMEM, Arch, Kernel, Problem, Tile, cdiv, tiles_of_full_waves, unsupported_by_wgmma
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -101,15 +101,12 @@ def work_tiles(p: Problem, t: Tile) -> int:
 
 
 def full_wave_tiles(p: Problem, t: Tile) -> int:
-    """Work tiles that one block processes whole. All of them, or only those of full waves: the remainder is then split
-    by key tiles (stream-K). It is split if that saves more key tiles than storing and adding partial O costs."""
-    count, keys = work_tiles(p, t), cdiv(p.Sk, t.BLOCK_N)
-    remainder = count % t.BLOCKS
+    """Work tiles that one block processes whole; the others are split by key tiles (stream-K)."""
+    count = work_tiles(p, t)
     scales = any(isinstance(scale, tuple) for scale in p.descale)
-    if not few_registers(p) or scales or p.causal or p.window != (None, None) or p.Sk >= 2**23:
+    if not few_registers(p) or scales or p.causal or p.window != (None, None):
         return count
-    saved = keys * (t.BLOCKS - remainder) / t.BLOCKS
-    return count - remainder if remainder and saved > 4 + t.BLOCKS / remainder else count
+    return tiles_of_full_waves(p, t, count)
 
 
 def partials(p: Problem, t: Tile) -> tuple[int, int]:

@@ -20,9 +20,11 @@ from .core.key_splits import (
     ascending_from_0,
     fields_of_splits,
     key_ranges,
+    saved_key_tiles,
     split_blocks,
     split_floats,
     splits_by_range,
+    tiles_of_full_waves,
 )
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
@@ -68,9 +70,11 @@ __all__ = [
     "mask_of",
     "normalise_causal",
     "packs",
+    "saved_key_tiles",
     "split_blocks",
     "split_floats",
     "splits_by_range",
+    "tiles_of_full_waves",
     "unsupported_by_cp_async",
     "unsupported_by_sm",
     "unsupported_by_wgmma",

@@ -27,8 +27,8 @@ struct ConsumerWarpgroup {
           pipe_index(pipe_index), work_tile(uniform(info), args.score),
           warpgroup_row(work_tile.m0 + WARPGROUP_ROWS * consumer), warp_row(warpgroup_row + warp % 4 * 16),
           head(args.score, work_tile.b, work_tile.h), scale_log2(head.softmax_scale * Head::LOG2E),
-          own_n_blocks(STREAM_K ? work_tile.n_blocks
-                                : n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
+          own_n_blocks(SPLITS_LAST_WAVE ? work_tile.n_blocks
+                                        : n_block_range(head, warpgroup_row, warpgroup_row + WARPGROUP_ROWS)),
           tiles(has_rows() ? own_n_blocks.end - own_n_blocks.begin : 0),
           first_own(first_own_tile(work_tile, own_n_blocks, tiles)), last(first_own + tiles - 1),
           fully_visible_keys(head.fully_visible_keys(warp_row, warp_row + 16)) {}

@@ -21,20 +21,25 @@ __device__ __forceinline__ void for_each_stream_k_range(unsigned block, unsigned
     }
 }
 
+// Sets the counters of a persistent kernel to 0; one thread for each of its blocks.
+__device__ __forceinline__ void clear_stream_k_counters(float* partials) {
+    reinterpret_cast<uint4*>(partials)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+}
+
 // A ticket. Its counter is the fourth of block 0, which has no fourth consumer.
 __device__ __forceinline__ unsigned draw_ticket(float* partials) {
     return atomicAdd(reinterpret_cast<unsigned*>(partials) + 3, 1u);
 }
 
-// The partial O of blocks that share a work tile: slot gridDim.x + block of `partials`, and one counter for each of at
+// The partial O of blocks that share a work tile: slot first_slot + block of `partials`, and one counter for each of at
 // most three consumer warpgroups. State: its O, m and l, and rescale_to.
 template <class State, int THREADS>
 struct StreamKExchange {
     using Slot = PartialO<sizeof(State::O) / sizeof(float), THREADS>;
     float* const partials;
-    const unsigned consumer;
+    const unsigned consumer, first_slot;
 
-    __device__ __forceinline__ Slot slot(unsigned block) const { return {partials, gridDim.x + block}; }
+    __device__ __forceinline__ Slot slot(unsigned block) const { return {partials, first_slot + block}; }
     __device__ __forceinline__ unsigned* counter(unsigned block) const {
         return reinterpret_cast<unsigned*>(partials) + 4 * block + consumer;
     }

@@ -5,7 +5,7 @@
 
 // Stream-K: work tiles that do not fill a wave are split by key tiles. Not with options that need registers (spills),
 // nor if the work tiles differ in length.
-constexpr bool STREAM_K =
+constexpr bool SPLITS_LAST_WAVE =
     !Head::HAS_MASK && !RAGGED && !Head::HAS_SCORE_MOD && !DROPOUT && !(DESCALE_Q || DESCALE_K || DESCALE_V);
 
 struct alignas(16) TileInfo {  // a work tile: query rows m0 .. end - 1 of head h of batch entry b; invalid if b < 0
@@ -23,11 +23,11 @@ struct Fp8WorkTileRange : TileInfo {  // and the key tiles that it sees
     Range n_blocks;
     int tiles;
     __device__ __forceinline__ Fp8WorkTileRange(const TileInfo& info, const Score& score)
-        : TileInfo(info), n_blocks(STREAM_K ? split : n_block_range(Head(score, b, h), m0, end)),
+        : TileInfo(info), n_blocks(SPLITS_LAST_WAVE ? split : n_block_range(Head(score, b, h), m0, end)),
           tiles(n_blocks.end - n_blocks.begin) {}
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int n0(int j) const {
-        return (STREAM_K || Head::HAS_LEFT_BOUND ? n_blocks.begin + j : j) * BLOCK_N;
+        return (SPLITS_LAST_WAVE || Head::HAS_LEFT_BOUND ? n_blocks.begin + j : j) * BLOCK_N;
     }
 };
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ void for_each_fp8_work_tile(unsigned batch_heads, int
              wave += gridDim.x, in_wave = in_wave + 1 < gridDim.x ? in_wave + 1 : 0)
             if (const unsigned i = wave + in_wave; i < full_wave_tiles)
                 f(work_tile(i / tiles, i % tiles * BLOCK_M, {0, key_tiles}));
-        if (const unsigned count = batch_heads * tiles - full_wave_tiles; STREAM_K && count > 0) {
+        if (const unsigned count = batch_heads * tiles - full_wave_tiles; SPLITS_LAST_WAVE && count > 0) {
             const unsigned block = draw_ticket(partials);
             for_each_stream_k_range(block, count, key_tiles, [&](unsigned index, Range split, unsigned first) {
                 const unsigned i = full_wave_tiles + index;

@@ -53,6 +53,22 @@ def split_floats(p: Problem, count: int) -> int:
     return p.batches * p.H * p.Sq * count * (p.Dv + 2) if count > 1 else 0
 
 
+def saved_key_tiles(p: Problem, t: Tile, count: int) -> float:
+    """Key tiles that a block has less if, of `count` work tiles that see all keys, those that do not fill a wave are
+    split by key tiles."""
+    return cdiv(p.Sk, t.BLOCK_N) * (1 - count % t.BLOCKS / t.BLOCKS)
+
+
+def tiles_of_full_waves(p: Problem, t: Tile, count: int) -> int:
+    """Stream-K (include/stream_k.cuh): of `count` work tiles that see all keys, those that one block processes whole.
+    All of them, or only those of full waves, if splitting the others saves more key tiles than it costs to store and
+    add partial O. Then each block has a key tile, and 32 bits suffice to count them."""
+    remainder = count % t.BLOCKS
+    if remainder * cdiv(p.Sk, t.BLOCK_N) * t.BLOCKS >= 2**32:
+        return count
+    return count - remainder if remainder and saved_key_tiles(p, t, count) > 4 + t.BLOCKS / remainder else count
+
+
 def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[str, Any]:
     """The fields of a spec that follow from the number of splits of each work tile."""
     combine = Entry(
