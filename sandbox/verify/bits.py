@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from ..core.errors import SpecError, UnsupportedProblem
 from ..core.kernel import INVARIANCES, Kernel
+from ..core.normalise import Causal
 from ..core.problem import Problem
 from ..core.tile import Tile
 from ..engine import pipeline
@@ -305,14 +307,15 @@ assert [*CHANGES] == [*INVARIANCES]
 
 
 def base_of(kernel: Kernel, device: Device, tile: Tile | None, seed: int, invariant: bool = False) -> Base:
-    """A causal problem with random inputs for `kernel`. Scores grow along the keys, so that row maxima change often.
-    Raises UnsupportedProblem if the kernel supports none."""
+    """A problem with random inputs for `kernel`, causal if it supports that. Scores grow along the keys, so that row
+    maxima change often. Raises UnsupportedProblem if the kernel supports none."""
     small = device == HOST
     sizes: dict[str, Any] = {"B": 2, "H": 4, "Hk": 2, "Sq": 150 if small else 700, "Sk": 333 if small else 1501}
     dtype, reason = usual_dtypes(kernel)[-1], ""
     rng = np.random.default_rng(seed)
-    for D in _WIDTHS:
-        problem = kernel.adapted(Problem(D=D, dtype=dtype, causal="bottom-right", **sizes))
+    causal: tuple[Causal, ...] = ("bottom-right", False)
+    for mask, D in product(causal, _WIDTHS):
+        problem = kernel.adapted(Problem(D=D, dtype=dtype, causal=mask, **sizes))
         problem = dataclasses.replace(problem, invariant=invariant)
         try:
             chosen = pipeline.tile_on(device, kernel, problem, tile)
