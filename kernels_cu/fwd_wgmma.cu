@@ -31,7 +31,7 @@
 #define FALLBACK_INLINE __forceinline__  // non_finite.cuh explains why
 #include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
-#include "key_range_consumer.cuh"  // how fwd_wgmma_invariant and fwd_wgmma_split, from the same source, differ
+#include "key_range_consumer.cuh"  // how the other three kernels from this source differ
 
 // ---- producer warps
 
@@ -77,6 +77,7 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
 // chooses the order of the work tiles.
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
     Scheduler::Writer work_tiles{smem};
+    if (STREAM_K) return publish_stream_k(work_tiles, args);
     TileLists lists(smem + TILE_LISTS_AT);
     const unsigned splits = key_splits(args);
     // The order for causal windows (for_each_window_work_tile) is used only with STAGGERED (n_block_range.cuh), which
@@ -104,7 +105,7 @@ __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments&
 //   WorkTileConsumer (fwd_consumer.cuh)  args, base, pipe_index (of tile 0), turn,
 //                                        turns_end (ping-pong for j < turns_end),
 //                                        state: the thread's lane, g, q, and what lasts longer than a work tile
-//   KeyRangeConsumer (key_range_consumer.cuh)  what differs between the three kernels, such as begins_key_range
+//   KeyRangeConsumer (key_range_consumer.cuh)  what differs between the four kernels, such as begins_key_range
 struct ConsumerWarpgroup : KeyRangeConsumer {
     using KeyRangeConsumer::KeyRangeConsumer;
 
@@ -184,6 +185,7 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         fetch_next_work_tile();
         wait_PV(softmax, last);
         merge_O(softmax, factors);
+        merge_blocks(softmax, O_scale);
     }
 
     // S = Q K^T
@@ -215,11 +217,10 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
     __device__ __forceinline__ void epilogue(const SoftmaxState& softmax, const float (&O_scale)[2]) {
         const SmemAddr O_smem = OBuffer::warp_rows(base, consumer, warp);
         TIMELINE(store);
-        if (SEPARATE_O && state.store_lane) tma_store_wait_read();  // the previous O has left the buffer
-        // Otherwise O overwrites Q: wait until all four warps have read it.
-        if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);
+        if (SEPARATE_O && state.store_lane) tma_store_wait_read();              // the previous O has left the buffer
+        if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);  // O overwrites Q, which all have read
         __syncwarp();
-        if (SPLIT_KEYS) {  // O, m and l are those of one range of keys
+        if (stores_partial()) {  // O, m and l are those of one range of keys
             store_split(softmax);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
@@ -277,7 +278,7 @@ __device__ __forceinline__ void consume(char* smem, unsigned warp, unsigned lane
     if (state.store_lane) tma_store_wait_read();  // shared memory must outlive the stores
 }
 
-#if INVARIANT || !KEY_SPLITS  // fwd_wgmma_split has no dynamic order
+#if INVARIANT || !(KEY_SPLITS || STREAM_K)  // the other two have no dynamic order
 // Sets the tile counter of a dynamic order to 0; launched before fwd_wgmma. In a ragged batch, fwd_wgmma starts
 // meanwhile (programmatic dependent launch): a block's first work tile has index blockIdx.x, and the scheduler warp
 // waits for fwd_wgmma_clear before it draws the second one. With a block map, fwd_wgmma waits when it starts.
@@ -307,6 +308,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
     ,
     float* partials,  // SplitResults if splits > 1, else EarlierKeys that do not fit in shared memory
     int splits
+#elif STREAM_K
+    ,
+    float* partials, int full_wave_tiles  // StreamKExchange; work tiles that are not split
 #endif
 ) {
     extern __shared__ __align__(1024) char smem[];
@@ -322,6 +326,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void fwd_wgmma(
 #if KEY_SPLITS
     const Arguments args = {Q,        K, V,           O,     LSE,   Q_map,        K_map,    V_map, O_warp_map,
                             bias_map, H, batch_heads, group, score, tile_counter, partials, splits};
+#elif STREAM_K
+    const Arguments args = {Q,        K, V,           O,     LSE,   Q_map,        K_map,    V_map,          O_warp_map,
+                            bias_map, H, batch_heads, group, score, tile_counter, partials, full_wave_tiles};
 #else
     const Arguments args = {Q,          K,        V, O,           LSE,   Q_map, K_map,       V_map,
                             O_warp_map, bias_map, H, batch_heads, group, score, tile_counter};

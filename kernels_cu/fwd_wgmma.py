@@ -1,7 +1,7 @@
 """Spec of `fwd_wgmma.cu`."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from sandbox.spec import (
     BLOCK_SMEM,
@@ -19,9 +19,11 @@ from sandbox.spec import (
     keys_of_row,
     mask_of,
     packs,
+    saved_key_tiles,
     split_blocks,
     split_floats,
     splits_by_range,
+    tiles_of_full_waves,
     unsupported_by_wgmma,
     wgmma_tiles,
     wgmma_us,
@@ -101,9 +103,14 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((message for valid, message in rules if not valid), None)
 
 
+def tiles_of_heads(p: Problem, t: Tile) -> int:
+    """Number of work tiles, each with rows of one head."""
+    return p.query_tiles(t.BLOCK_M) * p.batches * p.H
+
+
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """At most BLOCKS persistent blocks, one per SM."""
-    return (min(p.query_tiles(t.BLOCK_M) * p.batches * p.H, t.BLOCKS), 1, 1)
+    return (min(tiles_of_heads(p, t), t.BLOCKS), 1, 1)
 
 
 kernel = Kernel(
@@ -304,4 +311,74 @@ split_kernel = replace(
     **fields_of_splits("fwd_wgmma_split", best_splits),
 )
 
-kernels = (kernel, invariant_kernel, split_kernel)
+
+def full_wave_tiles(p: Problem, t: Tile) -> int:
+    """Work tiles that one block processes whole; the others are split by key tiles (stream-K)."""
+    return tiles_of_full_waves(p, t, tiles_of_heads(p, t))
+
+
+def splits_last_wave(p: Problem, t: Tile) -> bool:
+    """Whether there are work tiles that all blocks share."""
+    return full_wave_tiles(p, t) < tiles_of_heads(p, t)
+
+
+def stream_k_partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """Size in floats; none is zeroed by the launch. Per block: four counters, and O, m and l of a work tile."""
+    return (t.BLOCKS * (4 + t.BLOCK_M * (16 * cdiv(p.Dv, 16) + 8)) if splits_last_wave(p, t) else 0), 0
+
+
+def supports_stream_k(p: Problem, arch: Arch | None) -> str | None:
+    """Why a problem is not supported: as for fwd_wgmma, and work tiles that see different numbers of keys."""
+    if p.causal or p.window != (None, None) or p.has_block_map or p.key_lengths or p.ragged:
+        return f"{p.variant} is not supported: all queries must see all keys, so that work tiles can be split evenly"
+    return supports(p, arch)
+
+
+LEAST_SAVED, LEAST_SHARE = 8, 0.01  # key tiles, and share of the time, that splitting the last wave must save
+
+
+def first_for_stream_k(p: Problem) -> bool:
+    """Problems of at least one full wave whose other work tiles are worth splitting, with fwd_wgmma's fastest tile.
+    Options other than a sink were not timed."""
+    if supports_stream_k(p, None) or not wgmma_tiles.pure(p) or 0 in (p.B, p.H, p.Sq, p.Sk):
+        return False
+    tile = min((t for t in stream_k_kernel.tiles if not check_tile(p, t, None)), key=partial(wgmma_tiles.rank, p))
+    count, all_waves = tiles_of_heads(p, tile), cdiv(tiles_of_heads(p, tile), tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)
+    least = max(LEAST_SAVED, LEAST_SHARE * all_waves)
+    return (
+        wgmma_tiles.best(p) == (tile.BLOCK_M, tile.BLOCK_N)
+        and count > tile.BLOCKS
+        and splits_last_wave(p, tile)
+        and saved_key_tiles(p, tile, count) >= least
+    )
+
+
+stream_k_kernel = replace(
+    kernel,
+    name="fwd_wgmma_stream_k",
+    preference=-2,
+    ragged=False,
+    paged=False,
+    short_sequences="",
+    summary="fwd_wgmma without a mask: work tiles that do not fill a wave are split by keys (stream-K)",
+    invariant_to=("runs", "entries", "strides"),
+    macros={"STREAM_K": 1},
+    tiles=tuple(t for t in kernel.tiles if t.BLOCK_M <= 192),
+    grid=lambda p, t: (t.BLOCKS, 1, 1) if splits_last_wave(p, t) else grid(p, t),
+    supports=supports_stream_k,
+    first_for=first_for_stream_k,
+    scratch={"partials": stream_k_partials},
+    numbers={"full_wave_tiles": full_wave_tiles},
+    args=(*kernel.args, "partials", "full_wave_tiles"),
+    then=(
+        Entry(
+            name="fwd_wgmma_stream_k_clear",
+            launch_first=True,
+            grid=lambda p, t: (int(splits_last_wave(p, t)), 1, 1),
+            block=lambda t: (t.BLOCKS, 1, 1),
+            args=("partials",),
+        ),
+    ),
+)
+
+kernels = (kernel, invariant_kernel, split_kernel, stream_k_kernel)

@@ -75,5 +75,8 @@ struct Arguments {  // parameters of fwd_wgmma
 #if KEY_SPLITS
     float* partials;
     int splits;
+#elif STREAM_K
+    float* partials;
+    int full_wave_tiles;
 #endif
 };

@@ -1,4 +1,4 @@
-// How the three kernels from fwd_wgmma.cu differ:
+// How the four kernels from fwd_wgmma.cu differ:
 //
 // - fwd_wgmma: one range of keys; the functions for several do nothing. store_non_finite recomputes all rows of a warp.
 // - fwd_wgmma_split: the warps of a work tile may have rows of several heads (PACK_GQA), and several work tiles share
@@ -7,10 +7,13 @@
 //   row start again with each range; the rows of V after the last key are cleared, and only rows that are not finite
 //   are recomputed. Differences in other files: only rows that need it raise m (softmax.cuh), -0 in O becomes 0
 //   (epilogue.cuh), and LSE is computed by an explicit fmaf (score_mod.cuh).
+// - fwd_wgmma_stream_k: work tiles that do not fill a wave are split by key tiles, as equally as possible among all
+//   blocks (stream_k.cuh). The block that has the last key tiles of a work tile merges the others' partial O.
 #pragma once
 #include "fwd_consumer.cuh"
 #include "key_splits.cuh"
 #include "non_finite.cuh"
+#include "stream_k.cuh"
 
 // Number of work tiles that share the keys of the same rows.
 __device__ __forceinline__ unsigned key_splits(const Arguments& args) {
@@ -35,6 +38,38 @@ __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& a
     }
 }
 
+#if STREAM_K
+// Sets the counters of stream-K to 0; launched before fwd_wgmma_stream_k, which starts meanwhile (programmatic
+// dependent launch).
+extern "C" __global__ void fwd_wgmma_stream_k_clear(float* partials) {
+    griddepcontrol_launch_dependents();
+    clear_stream_k_counters(partials);
+}
+#endif
+
+// STREAM_K: publishes the block's work tiles: whole ones in full waves, then its range of the other ones' key tiles.
+// The ticket is drawn up to two work tiles before the range begins.
+__device__ __forceinline__ void publish_stream_k(Scheduler::Writer& work_tiles, const Arguments& args) {
+#if STREAM_K
+    if (!elect()) return;
+    const StaticWorkTiles tiles{static_cast<unsigned>(args.H), static_cast<unsigned>(args.group), 1};
+    const unsigned m_blocks = tiles.m_blocks(args.score), full = args.full_wave_tiles,
+                   count = m_blocks * args.batch_heads - full;
+    const auto work_tile = [&](unsigned i) { return tiles.tile(i % m_blocks, i / m_blocks, args.batch_heads); };
+    serpentine(blockIdx.x, full, 1, [&](unsigned i) { work_tiles.publish(work_tile(i)); });
+    if (count > 0) {
+        griddepcontrol_wait();  // fwd_wgmma_stream_k_clear has cleared the counters
+        const unsigned block = draw_ticket(args.partials), key_tiles = (args.score.Sk + BLOCK_N - 1) / BLOCK_N;
+        for_each_stream_k_range(block, count, key_tiles, [&](unsigned i, Range range, unsigned first_block) {
+            WorkTile part = work_tile(full + i);
+            part.own_key_tiles = range, part.first_block = first_block, part.block = block;
+            work_tiles.publish(part);
+        });
+    }
+    work_tiles.publish(WorkTile());
+#endif
+}
+
 struct KeyRangeConsumer : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
 
@@ -49,7 +84,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
 
     // Stores LSE, and returns in O_scale the factors that normalise O.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
-        if (SPLIT_KEYS) return;
+        if (SPLIT_KEYS || (STREAM_K && own_tiles > 0)) return;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
     }
     // Waits for P V of tile j, after which O includes all tiles of the range up to j, and releases V.
@@ -141,7 +176,31 @@ struct KeyRangeConsumer : WorkTileConsumer {
     __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState&) const { return {}; }
     __device__ __forceinline__ void merge_O(SoftmaxState&, EarlierFactors) const {}
     __device__ __forceinline__ void store_earlier_keys(SoftmaxState&, int) const {}
+#endif
+
+#if STREAM_K
+    static_assert(CONSUMERS <= 3, "a block has counters for three consumers");
+    using Exchange = StreamKExchange<SoftmaxState, THREADS - 128>;
+    __device__ __forceinline__ Exchange exchange() const { return {args.partials, consumer, /*first_slot=*/0}; }
+    // Whether another block has the next key tiles of the rows; the last one finalizes them.
+    __device__ __forceinline__ bool stores_partial() const { return n_blocks.end * BLOCK_N < head.Sk; }
+    // Adds the partial O of the other blocks that have key tiles of the rows, and finalizes.
+    __device__ __forceinline__ void merge_blocks(SoftmaxState& softmax, float (&O_scale)[2]) const {
+        if (stores_partial()) return;
+        if (n_blocks.begin > 0) exchange().merge(softmax, first_block, block, state.scale_log2);
+        // Read again: otherwise an address is computed before `merge`, and spilled.
+        const int lane = thread_index_x() % 32;
+        finalize_rows(softmax, head, args.LSE, batch_head, warp_row + lane / 4, lane % 4, O_scale);
+    }
+    __device__ __forceinline__ void store_split(const SoftmaxState& softmax) const {
+        exchange().publish(softmax, block, CONSUMER_BARRIER + consumer, warp % 4 == 0 && state.lane == 0);
+    }
+#else
+    static __device__ __forceinline__ bool stores_partial() { return SPLIT_KEYS; }
+    __device__ __forceinline__ void merge_blocks(SoftmaxState&, float (&)[2]) const {}
+#if !KEY_SPLITS
     __device__ __forceinline__ void store_split(const SoftmaxState&) const {}
+#endif
 #endif
 
   private:

@@ -20,6 +20,8 @@
 #elif KEY_SPLITS
 #define fwd_wgmma fwd_wgmma_split
 #define fwd_wgmma_combine fwd_wgmma_split_combine
+#elif STREAM_K
+#define fwd_wgmma fwd_wgmma_stream_k
 #endif
 #include "epilogue.cuh"
 #include "n_block_range.cuh"

@@ -71,11 +71,14 @@ struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1
     __device__ __forceinline__ WorkTileRange(const WorkTile& tile, const Score& score) : WorkTile(tile) {
         const Head head(sequence(score), h());
         n_blocks = PACK_GQA ? n_block_range(head, 0, head.Sq) : n_block_range(head, row0, row0 + BLOCK_M);
-        if (SPLIT_KEYS) n_blocks = of_split(n_blocks);
+        if (SPLIT_KEYS || STREAM_K) n_blocks = of_split(n_blocks);
         tiles = n_blocks.end - n_blocks.begin;
     }
-    // SPLIT_KEYS: of all key tiles that the rows see, those of the work tile. INVARIANT: of a fixed range of keys.
+    // SPLIT_KEYS, STREAM_K: of all key tiles that the rows see, those of the work tile. INVARIANT: of a fixed range.
     __device__ __forceinline__ Range of_split(Range all) const {
+#if STREAM_K
+        return intersection(own_key_tiles, all);
+#endif
         if (!SPLIT_KEYS) return all;
         if (INVARIANT) return intersection({KeyRange::begin(split), KeyRange::begin(split + 1)}, all);
         // The first `more` splits have count + 1 key tiles, the others `count`.
@@ -91,9 +94,9 @@ struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1
     }
     // First key of the j-th key tile in the order of the mainloop.
     __device__ __forceinline__ int n0(int j) const {
-        return (WALK_BACKWARDS                       ? n_blocks.end - 1 - j
-                : Head::HAS_LEFT_BOUND || SPLIT_KEYS ? n_blocks.begin + j
-                                                     : j) *
+        return (WALK_BACKWARDS                                   ? n_blocks.end - 1 - j
+                : Head::HAS_LEFT_BOUND || SPLIT_KEYS || STREAM_K ? n_blocks.begin + j
+                                                                 : j) *
                BLOCK_N;
     }
     // Index j of the first key tile that one consumer sees; only other consumers see the earlier ones. own_n_blocks:

@@ -137,6 +137,17 @@ struct SoftmaxState : SoftmaxStats {
                                            float scale_log2) {
         SoftmaxStats::update<IS_FIRST_TILE>(P, S, scale_log2, [&](const float (&alpha)[2]) { scale_O(O, alpha); });
     }
+    // m becomes m_new, which is not smaller; l and O are rescaled.
+    __device__ __forceinline__ void rescale_to(const float (&m_new)[2], float scale_log2) {
+        float alpha[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            alpha[half] = rescale_factor(m[half], m_new[half], scale_log2);
+            l[half] *= alpha[half];
+            m[half] = m_new[half];
+        }
+        scale_O(O, alpha);
+    }
     // Whether all of this thread's O are finite.
     __device__ __forceinline__ bool finite() const { return all_finite<4>(O); }
 };

@@ -12,9 +12,11 @@ constexpr int WARP_ROWS = 16;       // of these, a warp has 16
 // KeyTileOrder that of the work head (BwdWorkTile::work_head).
 //
 // SPLIT_KEYS: only the keys of range `split` of `splits` (key_splits.cuh).
-// PACK_GQA (packed GQA): rows of several query heads of a group, which share their keys. The rows of each head fill
-// slots of 16, one for each warp of the consumers; row0 counts the rows of all slots before the work tile, and h() is
-// the group's first head. With few queries a group then has fewer work tiles.
+// STREAM_K: of the key tiles that the rows see, those in own_key_tiles, computed by block number `block` in the order
+// of the tickets; first_block has the first ones (stream_k.cuh). PACK_GQA (packed GQA): rows of several query heads of
+// a group, which share their keys. The rows of each head fill slots of 16, one for each warp of the consumers; row0
+// counts the rows of all slots before the work tile, and h() is the group's first head. With few queries a group then
+// has fewer work tiles.
 #if RAGGED
 struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
     int b, row0, batch_head;
@@ -34,6 +36,10 @@ struct WorkTile {  // batch_head: b * H + head_in_batch
     int split = 0, splits = 1, group = 1;
 #else
     static constexpr int split = 0, splits = 1, group = 1;
+#if STREAM_K
+    Range own_key_tiles = {0, 0x7fffffff};
+    int first_block = 0, block = 0;
+#endif
 #endif
     WorkTile() = default;
     __device__ __forceinline__ WorkTile(unsigned row0, unsigned batch_head, unsigned H)

@@ -41,7 +41,7 @@ def work_of(entry: Entry, problem: Problem, tile: Tile) -> Work:
         return Work(0, least, least)
     if not names & {"Q", "dQ", "LSE", "block_map"}:  # clears or computes a few numbers for other entry points
         few = HbmBytes(
-            {}, {name: FP32 * many(p, tile) for name, many in entry.numbers.items()} or {"tile_counter": FP32}
+            {}, {name: FP32 * many(p, tile) for name, many in entry.numbers.items()} or {entry.args[0]: FP32}
         )
         return Work(0, few, few)
     if {"dQ", "dQ_accum"} <= names:

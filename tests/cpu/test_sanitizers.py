@@ -238,10 +238,13 @@ def test_all_lanes_have_read_a_work_tile() -> None:
     assert found.clean, found.findings
 
 
-def test_partial_sums_of_other_blocks_are_waited_for() -> None:
-    """An FP8 work tile whose keys two blocks share (stream-K)."""
-    kernel, problem = registry.get("fwd_wgmma_fp8"), Problem(1, 1, 64, 832, 32, dtype="float8_e4m3")
-    tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2, LOADS=2)
+@pytest.mark.parametrize(
+    ("name", "dtype", "loads"), [("fwd_wgmma_fp8", "float8_e4m3", {"LOADS": 2}), ("fwd_wgmma_stream_k", "float16", {})]
+)
+def test_partial_sums_of_other_blocks_are_waited_for(name: str, dtype: str, loads: dict[str, int]) -> None:
+    """A work tile whose keys two blocks share (stream-K)."""
+    kernel, problem = registry.get(name), Problem(1, 1, 64, 832, 32, dtype=dtype)
+    tile = Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=2, **loads)
     assert kernel.numbers["full_wave_tiles"](problem, tile) == 0
     report = launch_on_host("thread", kernel, problem, tile)[0]
     assert report.clean, report.text
