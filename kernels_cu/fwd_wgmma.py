@@ -346,7 +346,7 @@ def first_for_stream_k(p: Problem) -> bool:
     count, all_waves = tiles_of_heads(p, tile), cdiv(tiles_of_heads(p, tile), tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)
     least = max(LEAST_SAVED, LEAST_SHARE * all_waves)
     return (
-        wgmma_tiles.best(p) == (tile.BLOCK_M, tile.BLOCK_N)
+        wgmma_tiles.best(p)[0] <= 192
         and count > tile.BLOCKS
         and splits_last_wave(p, tile)
         and saved_key_tiles(p, tile, count) >= least
