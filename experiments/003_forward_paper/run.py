@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sandbox.bench import ladder, markdown, plot
-from sandbox.bench.rows import by_problem, read_rows
+from sandbox.bench.rows import read_rows
 from sandbox.core import picture, registry
 from sandbox.engine import choose
 
@@ -36,24 +35,17 @@ def measure(more: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
-def of_chosen(rows: Sequence[ladder.Row]) -> Iterator[ladder.Row]:
-    """The rows of peers, and that of the kernel that `attention` chooses on a Hopper GPU as `attention`."""
-    for p, there in by_problem(rows).items():
-        chosen = choose.choose_kernel(p, "forward", (9, 0)).name
-        yield from ({**row, "contender": "attention"} for name, row in there.items() if name == chosen)
-        yield from (row for name, row in there.items() if name not in registry.kernels())
-
-
 def table() -> None:
     rows = ladder.newest_run(read_rows(HERE / "results.jsonl"))
     short = [row for row in rows if row["contender"] != "sdpa-flash"]  # README.md: the faster of PyTorch's two
     for page, shown, against in (("README.md", short, "sdpa-cudnn"), ("docs/ladders.md", rows, "sdpa-flash")):
         ladder.write_table(PROJECT / page, "ladder", Path(__file__), ladder.ladder_markdown(shown, against))
+    again = markdown.of_chosen(
+        read_rows(HERE / "rerun.jsonl"), lambda p: choose.choose_kernel(p, "forward", (9, 0)).name
+    )
     texts = {
         "points": markdown.points_markdown(rows, "fwd_wgmma", ["sdpa-cudnn", "fa4"]),
-        "rerun": markdown.points_markdown(
-            [*of_chosen(read_rows(HERE / "rerun.jsonl"))], "attention", ["sdpa-cudnn", "fa4"]
-        ),
+        "rerun": markdown.points_markdown([*again], "attention", ["sdpa-cudnn", "fa4"]),
         "problems": markdown.problems_markdown(read_rows(HERE / "real.jsonl"), ["fwd_wgmma", "sdpa-cudnn", "fa4"]),
     }
     for name, text in texts.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
@@ -11,6 +11,15 @@ from .report import times
 from .rows import by_problem
 
 Row = Mapping[str, Any]
+
+
+def of_chosen(rows: Sequence[Row], chosen: Callable[[Any], str]) -> Iterator[Row]:
+    """The rows of peers, and of each problem that of the kernel that `attention` chooses, as contender `attention`.
+    chosen: the kernel's name for a problem."""
+    for problem, there in by_problem(rows).items():
+        name = chosen(problem)
+        yield from ({**row, "contender": "attention"} for row in there.values() if row["contender"] == name)
+        yield from (row for row in there.values() if row["kind"] == "peer")
 
 
 def points_markdown(rows: Sequence[Row], kernel: str, against: Sequence[str]) -> str:

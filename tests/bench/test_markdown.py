@@ -37,6 +37,17 @@ def test_points_are_relative_to_the_fastest_peer() -> None:
     assert "all 4 points 1.419; smallest 1.200." in lines[-1]
 
 
+def test_rows_of_the_chosen_kernel() -> None:
+    found = [
+        *(row(name, problem(S), 300) for S in (512, 1024) for name in ("fwd_x", "fwd_y", "fa4")),
+        row("fwd_x", problem(2048), 300),  # attention chooses fwd_y, which was not measured
+    ]
+    chosen = markdown.of_chosen(found, lambda p: "fwd_x" if p.Sq == 512 else "fwd_y")
+    assert [(r["contender"], r["kernel"], r["Sq"]) for r in chosen] == [
+        ("attention", "fwd_x", 512), ("fa4", "", 512), ("attention", "fwd_y", 1024), ("fa4", "", 1024),
+    ]  # fmt: skip
+
+
 def test_problems_have_a_line_each() -> None:
     found = [
         row("fwd_x", problem(512), 300),
