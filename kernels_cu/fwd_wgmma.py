@@ -328,9 +328,10 @@ def stream_k_partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def supports_stream_k(p: Problem, arch: Arch | None) -> str | None:
-    """Why a problem is not supported: as for fwd_wgmma, and work tiles that see different numbers of keys."""
-    if p.causal or p.window != (None, None) or p.has_block_map or p.key_lengths or p.ragged:
-        return f"{p.variant} is not supported: all queries must see all keys, so that work tiles can be split evenly"
+    """Why a problem is not supported: as for fwd_wgmma, and work tiles that see different numbers of keys. Other
+    options than a sink were not timed."""
+    if p.causal or not p.options <= {"sink"}:
+        return f"{p.variant} is not supported: all queries must see all keys, and the only option is a sink"
     return supports(p, arch)
 
 
@@ -338,9 +339,11 @@ LEAST_SAVED, LEAST_SHARE = 8, 0.01  # key tiles, and share of the time, that spl
 
 
 def first_for_stream_k(p: Problem) -> bool:
-    """Problems of at least one full wave whose other work tiles are worth splitting, with fwd_wgmma's fastest tile.
-    Options other than a sink were not timed."""
-    if supports_stream_k(p, None) or not wgmma_tiles.pure(p) or 0 in (p.B, p.H, p.Sq, p.Sk):
+    """Problems of at least one full wave whose other work tiles are worth splitting. Not where fwd_wgmma is faster with
+    four consumers, which are not supported. Dv other than D was not timed."""
+    if supports_stream_k(p, None) or not wgmma_tiles.pure(p) or kernel.max_D < p.D:
+        return False
+    if 0 in (p.B, p.H, p.Sq, p.Sk):
         return False
     tile = min((t for t in stream_k_kernel.tiles if not check_tile(p, t, None)), key=partial(wgmma_tiles.rank, p))
     count, all_waves = tiles_of_heads(p, tile), cdiv(tiles_of_heads(p, tile), tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)

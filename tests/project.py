@@ -53,6 +53,12 @@ def dtype_of(kernel: Kernel) -> str:
     return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
 
 
+def takes_causal(kernel: Kernel) -> bool:
+    """Whether the kernel supports a causal mask; false if it supports only latent attention."""
+    problem = Problem(1, 1, 8, 8, 64, dtype=kernel.dtypes[0], causal="bottom-right")
+    return not kernel.latent and not kernel.why_unsupported(problem)
+
+
 def in_project(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """`python -m …` with the packages of the copy, and tables of full width."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}

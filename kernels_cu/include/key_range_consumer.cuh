@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& a
 #if STREAM_K
 // Sets the counters of stream-K to 0; launched before fwd_wgmma_stream_k, which starts meanwhile (programmatic
 // dependent launch).
-extern "C" __global__ void fwd_wgmma_stream_k_clear(float* partials) {
+extern "C" __global__ __launch_bounds__(BLOCKS) void fwd_wgmma_stream_k_clear(float* partials) {
     griddepcontrol_launch_dependents();
     clear_stream_k_counters(partials);
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from project import dtype_of
+from project import dtype_of, takes_causal
 
 from sandbox.core import registry
 from sandbox.engine import choose
@@ -49,8 +49,10 @@ MASKS = [pytest.param(causal, id=causal, marks=pytest.mark.sampled(3)) for causa
 def test_groups(kernel: Kernel, causal, device: Device) -> None:
     """Cases in which h // group, h % Hk and h differ."""
     problems = (Problem(2, 4, 40, 33, D, Hk=2, dtype=dtype_of(kernel), causal=causal) for D in (64, 48))
-    own = map(kernel.adapted, problems)
-    right(kernel, Case("groups", next(p for p in own if not kernel.why_unsupported(p))), device)
+    supported = [p for p in map(kernel.adapted, problems) if not kernel.why_unsupported(p)]
+    if not supported and not takes_causal(kernel):
+        pytest.skip("no causal mask")
+    right(kernel, Case("groups", supported[0]), device)
 
 
 LYING = [("bhsd", 64), ("bshd", 128), ("offset", 64), ("offset", 40), ("broadcast", 64), ("unaligned", 40), ("bhsd", 7)]

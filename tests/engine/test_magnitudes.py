@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from project import ALL_MAGNITUDES, SEED
+from project import ALL_MAGNITUDES, SEED, takes_causal
 
 from sandbox import reference
 from sandbox.core import registry
@@ -22,7 +22,7 @@ from sandbox.verify import trial
 from sandbox.verify.cases import Array
 
 KERNELS = list(registry.kernels().values())
-FORWARD = [kernel for kernel in KERNELS if kernel.computes == "forward" and not kernel.latent]  # v is not k here
+FORWARD = [k for k in KERNELS if k.computes == "forward" and takes_causal(k)]  # not latent: v is not k here
 BACKWARD = [kernel for kernel in KERNELS if kernel.computes == "backward"]
 by_name = lambda kernel: kernel.name  # noqa: E731
 LARGEST = {"float32": 3.4e38, "bfloat16": 3.39e38, "float16": 65504.0, **FLOAT8}
