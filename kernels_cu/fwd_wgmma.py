@@ -359,6 +359,7 @@ def first_for_stream_k(p: Problem) -> bool:
 stream_k_kernel = replace(
     kernel,
     name="fwd_wgmma_stream_k",
+    test_share=10,
     preference=-2,
     ragged=False,
     paged=False,
