@@ -32,6 +32,7 @@
 #include "fwd_consumer.cuh"
 #include "fwd_load.cuh"
 #include "key_range_consumer.cuh"  // how the other three kernels from this source differ
+#include "tile_scheduler_stream_k.cuh"
 
 // ---- producer warps
 
@@ -73,15 +74,14 @@ __device__ __forceinline__ void load_Q(char* smem, const Arguments& args) {
     }
 }
 
-// The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each. publish_all
-// chooses the order of the work tiles.
+// The scheduler warp: publishes the block's work tiles, and with a block map the list of key tiles of each.
+// publish_all, or publish_stream_k, chooses the order of the work tiles.
 __device__ __forceinline__ void schedule_work_tiles(char* smem, const Arguments& args) {
     Scheduler::Writer work_tiles{smem};
     if (STREAM_K) return publish_stream_k(work_tiles, args);
     TileLists lists(smem + TILE_LISTS_AT);
     const unsigned splits = key_splits(args);
-    // The order for causal windows (for_each_window_work_tile) is used only with STAGGERED (n_block_range.cuh), which
-    // implies a left window bound.
+    // The order for causal windows is used only with STAGGERED (n_block_range.cuh), which implies a left window bound.
     work_tiles.publish_all</*CAUSAL_WINDOW=*/STAGGERED && CAUSAL>(
         args.score, args.batch_heads * splits, args.H, args.group, args.tile_counter,
         [&](const WorkTile& tile) {
@@ -220,8 +220,8 @@ struct ConsumerWarpgroup : KeyRangeConsumer {
         if (SEPARATE_O && state.store_lane) tma_store_wait_read();              // the previous O has left the buffer
         if (!SEPARATE_O) named_barrier_sync(CONSUMER_BARRIER + consumer, 128);  // O overwrites Q, which all have read
         __syncwarp();
-        if (stores_partial()) {  // O, m and l are those of one range of keys
-            store_split(softmax);
+        if (is_partial()) {  // O, m and l are those of one range of keys
+            store_partial(softmax);
             if (!SEPARATE_O && state.store_lane) mbarrier_arrive(EmptyQ::at(base, consumer));
             return;
         }

@@ -335,25 +335,29 @@ def supports_stream_k(p: Problem, arch: Arch | None) -> str | None:
     return supports(p, arch)
 
 
+def check_stream_k_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """Why a tile is not supported: as for fwd_wgmma, and a block has counters for three consumers; the kernel that
+    clears them has a thread for each block."""
+    if t.BLOCK_M > 192 or t.BLOCKS > 1024:
+        return f"BLOCK_M={t.BLOCK_M}, BLOCKS={t.BLOCKS} is not supported: at most BLOCK_M=192 and BLOCKS=1024"
+    return check_tile(p, t, arch)
+
+
+LEAST_QUERIES = 1024  # fewer were not timed; few are computed faster by other kernels
 LEAST_SAVED, LEAST_SHARE = 8, 0.01  # key tiles, and share of the time, that splitting the last wave must save
 
 
 def first_for_stream_k(p: Problem) -> bool:
     """Problems of at least one full wave whose other work tiles are worth splitting. Not where fwd_wgmma is faster with
     four consumers, which are not supported. Dv other than D was not timed."""
-    if supports_stream_k(p, None) or not wgmma_tiles.pure(p) or kernel.max_D < p.D:
-        return False
-    if 0 in (p.B, p.H, p.Sq, p.Sk):
+    if p.Sq < LEAST_QUERIES or supports_stream_k(p, None) or not wgmma_tiles.pure(p) or kernel.max_D < p.D:
         return False
     tile = min((t for t in stream_k_kernel.tiles if not check_tile(p, t, None)), key=partial(wgmma_tiles.rank, p))
-    count, all_waves = tiles_of_heads(p, tile), cdiv(tiles_of_heads(p, tile), tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)
-    least = max(LEAST_SAVED, LEAST_SHARE * all_waves)
-    return (
-        wgmma_tiles.best(p)[0] <= 192
-        and count > tile.BLOCKS
-        and splits_last_wave(p, tile)
-        and saved_key_tiles(p, tile, count) >= least
-    )
+    count = tiles_of_heads(p, tile)
+    if count <= tile.BLOCKS or not splits_last_wave(p, tile) or wgmma_tiles.best(p)[0] > 192:
+        return False
+    of_all_waves = cdiv(count, tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)
+    return saved_key_tiles(p, tile, count) >= max(LEAST_SAVED, LEAST_SHARE * of_all_waves)
 
 
 stream_k_kernel = replace(
@@ -370,6 +374,7 @@ stream_k_kernel = replace(
     tiles=tuple(t for t in kernel.tiles if t.BLOCK_M <= 192),
     grid=lambda p, t: (t.BLOCKS, 1, 1) if splits_last_wave(p, t) else grid(p, t),
     supports=supports_stream_k,
+    check_tile=check_stream_k_tile,
     first_for=first_for_stream_k,
     scratch={"partials": stream_k_partials},
     numbers={"full_wave_tiles": full_wave_tiles},

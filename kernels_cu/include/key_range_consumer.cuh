@@ -38,40 +38,22 @@ __device__ __forceinline__ void load_Q_by_warp(SmemAddr base, const Arguments& a
     }
 }
 
-#if STREAM_K
-// Sets the counters of stream-K to 0; launched before fwd_wgmma_stream_k, which starts meanwhile (programmatic
-// dependent launch).
-extern "C" __global__ __launch_bounds__(BLOCKS) void fwd_wgmma_stream_k_clear(float* partials) {
-    griddepcontrol_launch_dependents();
-    clear_stream_k_counters(partials);
-}
-#endif
-
-// STREAM_K: publishes the block's work tiles: whole ones in full waves, then its range of the other ones' key tiles.
-// The ticket is drawn up to two work tiles before the range begins.
-__device__ __forceinline__ void publish_stream_k(Scheduler::Writer& work_tiles, const Arguments& args) {
-#if STREAM_K
-    if (!elect()) return;
-    const StaticWorkTiles tiles{static_cast<unsigned>(args.H), static_cast<unsigned>(args.group), 1};
-    const unsigned m_blocks = tiles.m_blocks(args.score), full = args.full_wave_tiles,
-                   count = m_blocks * args.batch_heads - full;
-    const auto work_tile = [&](unsigned i) { return tiles.tile(i % m_blocks, i / m_blocks, args.batch_heads); };
-    serpentine(blockIdx.x, full, 1, [&](unsigned i) { work_tiles.publish(work_tile(i)); });
-    if (count > 0) {
-        griddepcontrol_wait();  // fwd_wgmma_stream_k_clear has cleared the counters
-        const unsigned block = draw_ticket(args.partials), key_tiles = (args.score.Sk + BLOCK_N - 1) / BLOCK_N;
-        for_each_stream_k_range(block, count, key_tiles, [&](unsigned i, Range range, unsigned first_block) {
-            WorkTile part = work_tile(full + i);
-            part.own_key_tiles = range, part.first_block = first_block, part.block = block;
-            work_tiles.publish(part);
-        });
-    }
-    work_tiles.publish(WorkTile());
-#endif
-}
-
-struct KeyRangeConsumer : WorkTileConsumer {
+// fwd_wgmma: a row has one range of keys, which one block computes.
+struct OneRangeConsumer : WorkTileConsumer {
     using WorkTileConsumer::WorkTileConsumer;
+    struct EarlierFactors {};
+    __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState&) const { return {}; }
+    __device__ __forceinline__ void merge_O(SoftmaxState&, EarlierFactors) const {}
+    __device__ __forceinline__ void store_earlier_keys(SoftmaxState&, int) const {}
+    // Whether O, m and l of the work tile are a partial result, which store_partial stores.
+    static __device__ __forceinline__ bool is_partial() { return SPLIT_KEYS; }
+    __device__ __forceinline__ void store_partial(const SoftmaxState&) const {}
+    __device__ __forceinline__ void merge_blocks(SoftmaxState&, float (&)[2]) const {}
+};
+
+// The other kernels hide functions of OneRangeConsumer.
+struct KeyRangeConsumer : OneRangeConsumer {
+    using OneRangeConsumer::OneRangeConsumer;
 
     // Whether key tile j is the first of a range of keys, other than the first range.
     __device__ __forceinline__ bool begins_key_range(int j) const {
@@ -82,7 +64,8 @@ struct KeyRangeConsumer : WorkTileConsumer {
         return MERGE_RANGES ? min(last, begin + KeyRange::tiles(begin) - 1) : last;
     }
 
-    // Stores LSE, and returns in O_scale the factors that normalise O.
+    // Stores LSE, and returns in O_scale the factors that normalise O. STREAM_K: merge_blocks does this for rows with
+    // keys.
     __device__ __forceinline__ void finalize(const SoftmaxState& softmax, float (&O_scale)[2]) {
         if (SPLIT_KEYS || (STREAM_K && own_tiles > 0)) return;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + state.g, state.q, O_scale);
@@ -154,7 +137,7 @@ struct KeyRangeConsumer : WorkTileConsumer {
         softmax.l[0] = row_sum<4>(softmax.l[0]), softmax.l[1] = row_sum<4>(softmax.l[1]);
     }
     // SPLIT_KEYS: stores the partial result of a split, O, m and l.
-    __device__ __forceinline__ void store_split(const SoftmaxState& softmax) const {
+    __device__ __forceinline__ void store_partial(const SoftmaxState& softmax) const {
         const SplitResults results{args.partials, static_cast<long long>(args.batch_heads) * head.Sq, args.splits};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -171,11 +154,6 @@ struct KeyRangeConsumer : WorkTileConsumer {
             if (state.q == 0) results.sums(number, split) = make_float2(softmax.m[half], l);
         }
     }
-#else
-    struct EarlierFactors {};
-    __device__ __forceinline__ EarlierFactors merge_stats(SoftmaxState&) const { return {}; }
-    __device__ __forceinline__ void merge_O(SoftmaxState&, EarlierFactors) const {}
-    __device__ __forceinline__ void store_earlier_keys(SoftmaxState&, int) const {}
 #endif
 
 #if STREAM_K
@@ -183,24 +161,18 @@ struct KeyRangeConsumer : WorkTileConsumer {
     using Exchange = StreamKExchange<SoftmaxState, THREADS - 128>;
     __device__ __forceinline__ Exchange exchange() const { return {args.partials, consumer, /*first_slot=*/0}; }
     // Whether another block has the next key tiles of the rows; the last one finalizes them.
-    __device__ __forceinline__ bool stores_partial() const { return n_blocks.end * BLOCK_N < head.Sk; }
+    __device__ __forceinline__ bool is_partial() const { return n_blocks.end * BLOCK_N < head.Sk; }
     // Adds the partial O of the other blocks that have key tiles of the rows, and finalizes.
     __device__ __forceinline__ void merge_blocks(SoftmaxState& softmax, float (&O_scale)[2]) const {
-        if (stores_partial()) return;
+        if (is_partial()) return;
         if (n_blocks.begin > 0) exchange().merge(softmax, first_block, block, state.scale_log2);
         // Read again: otherwise an address is computed before `merge`, and spilled.
         const int lane = thread_index_x() % 32;
         finalize_rows(softmax, head, args.LSE, batch_head, warp_row + lane / 4, lane % 4, O_scale);
     }
-    __device__ __forceinline__ void store_split(const SoftmaxState& softmax) const {
+    __device__ __forceinline__ void store_partial(const SoftmaxState& softmax) const {
         exchange().publish(softmax, block, CONSUMER_BARRIER + consumer, warp % 4 == 0 && state.lane == 0);
     }
-#else
-    static __device__ __forceinline__ bool stores_partial() { return SPLIT_KEYS; }
-    __device__ __forceinline__ void merge_blocks(SoftmaxState&, float (&)[2]) const {}
-#if !KEY_SPLITS
-    __device__ __forceinline__ void store_split(const SoftmaxState&) const {}
-#endif
 #endif
 
   private:

@@ -56,8 +56,6 @@ struct KeyRange {
 static_assert(!(MERGE_RANGES || SPLIT_KEYS) || !(Head::HAS_LEFT_BOUND || WALK_BACKWARDS || Head::HAS_BLOCK_MAP),
               "KeyRange counts key tiles from key 0: with MERGE_RANGES, key tile j of a work tile must be n_block j");
 
-constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
-
 // mask_allows_all: the mask tensor and mask_mod hide no key of the tile from the consumer's rows. Lengths, causality
 // and windows are tested separately (ConsumerTiles::fully_visible_keys).
 struct KeyTile {
@@ -78,13 +76,14 @@ struct WorkTileRange : WorkTile {  // its query rows (row0 .. row0 + BLOCK_M - 1
     __device__ __forceinline__ Range of_split(Range all) const {
 #if STREAM_K
         return intersection(own_key_tiles, all);
-#endif
+#else
         if (!SPLIT_KEYS) return all;
         if (INVARIANT) return intersection({KeyRange::begin(split), KeyRange::begin(split + 1)}, all);
         // The first `more` splits have count + 1 key tiles, the others `count`.
         const int count = (all.end - all.begin) / splits, more = (all.end - all.begin) % splits;
         const int begin = all.begin + split * count + min(split, more);
         return {begin, begin + count + (split < more)};
+#endif
     }
     // The key tiles of the work tile that rows row .. row + 63 see; PACK_GQA: that any row of the head sees.
     __device__ __forceinline__ Range of_warpgroup(const Head& head, int row) const {

@@ -1,8 +1,8 @@
 // Stream-K: the key tiles of work tiles that do not fill a wave are divided evenly over all blocks. A block has a range
 // of them, from one work tile or several, and processes the last one first. The last block of a work tile finalizes it;
 // by then the other blocks have usually stored their partial O. The ranges are numbered. A block draws the number of
-// its range, a ticket, when it begins the range: it then waits only for blocks that run, in whatever order the GPU
-// starts them.
+// its range, a ticket, at the latest when it begins the range: it then waits only for blocks that run, in whatever
+// order the GPU starts them.
 #pragma once
 #include <hopper.cuh>
 #include "partial_O.cuh"

@@ -3,8 +3,9 @@
 #include <hopper.cuh>
 #include "score_mod.cuh"
 
-constexpr int WARPGROUP_ROWS = 64;  // query rows of a consumer warpgroup: M of wgmma
-constexpr int WARP_ROWS = 16;       // of these, a warp has 16
+constexpr int WARPGROUP_ROWS = 64;     // query rows of a consumer warpgroup: M of wgmma
+constexpr int WARP_ROWS = 16;          // of these, a warp has 16
+constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 
 // A work tile: query rows of head h() of batch entry b, the first of which is row0; invalid if b < 0. With KeyTileOrder
 // (longest_first.cuh), in the backward, they are key rows. batch_head: the index of the head in LSE, over all batch
@@ -37,7 +38,7 @@ struct WorkTile {  // batch_head: b * H + head_in_batch
 #else
     static constexpr int split = 0, splits = 1, group = 1;
 #if STREAM_K
-    Range own_key_tiles = {0, 0x7fffffff};
+    Range own_key_tiles = {0, UNBOUNDED};
     int first_block = 0, block = 0;
 #endif
 #endif

@@ -1,5 +1,5 @@
 """Work tiles whose keys are shared by several blocks, or summed up in fixed ranges: the specs of the kernels with
-KEY_SPLITS (include/key_splits.cuh)."""
+KEY_SPLITS (include/key_splits.cuh), and of those with stream-K (include/stream_k.cuh)."""
 
 from __future__ import annotations
 

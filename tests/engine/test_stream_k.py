@@ -61,7 +61,7 @@ def test_last_wave_is_split(
 
 @pytest.mark.parametrize("change", KERNEL.invariant_to)
 def test_bits_of_split_work_tiles(change: str, device: Device) -> None:
-    """The parts of a work tile are added in the order of the keys, whichever block is first."""
+    """A part of a work tile depends on its keys only, and parts are added in a fixed order."""
     base = bits.base_of(KERNEL, device, Tile(BLOCK_M=64, BLOCK_N=16, STAGES=2, BLOCKS=7), 1)
     assert KERNEL.numbers["full_wave_tiles"](base.problem, base.tile) % 7 == 0
     assert base.problem.query_tiles(64) * 8 % 7 > 0
@@ -78,6 +78,8 @@ def test_bits_of_split_work_tiles(change: str, device: Device) -> None:
         ((1, 32, 16384, 16384, 64), {}, "fwd_wgmma"),  # 112 of 132 blocks have a work tile in the last one of 21 waves
         ((8, 8, 2048, 2048, 256), {}, "fwd_wgmma"),  # saves six key tiles
         ((16, 16, 1024, 1024, 128), {}, "fwd_wgmma"),
+        ((16, 256, 2, 4096, 256), {}, "fwd_decode"),
+        ((2, 64, 512, 16384, 128), {}, "fwd_wgmma"),  # not timed
         ((8, 32, 2048, 2048, 64), {}, "fwd_wgmma"),  # 256 x 64 is faster
         ((1, 1, 16384, 16384, 128), {}, "fwd_wgmma"),  # 86 work tiles
         ((1, 8, 16384, 16384, 256), {"causal": "bottom-right"}, "fwd_wgmma"),
@@ -89,6 +91,13 @@ def test_bits_of_split_work_tiles(change: str, device: Device) -> None:
 def test_choices(shape: tuple[int, ...], options: dict[str, Any], chosen: str) -> None:
     problem = Problem(*shape, dtype="float16", **options)
     assert choose.choose_kernel(problem, "forward", (9, 0)).name == chosen
+
+
+@pytest.mark.parametrize("numbers", [{"BLOCK_M": 256}, {"BLOCKS": 1200}])
+def test_limits_of_a_tile(numbers: dict[str, int]) -> None:
+    reason = KERNEL.why_tile_unsupported(BASE, Tile(**{**KERNEL.tiles[0], **numbers}))
+    assert reason is not None
+    assert reason.endswith("at most BLOCK_M=192 and BLOCKS=1024")
 
 
 def test_work_tiles_must_see_all_keys() -> None:
