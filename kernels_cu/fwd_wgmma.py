@@ -1,7 +1,7 @@
 """Spec of `fwd_wgmma.cu`."""
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from sandbox.spec import (
     BLOCK_SMEM,
@@ -348,13 +348,16 @@ LEAST_SAVED, LEAST_SHARE = 8, 0.01  # key tiles, and share of the time, that spl
 
 
 def first_for_stream_k(p: Problem) -> bool:
-    """Problems of at least one full wave whose other work tiles are worth splitting. Not where fwd_wgmma is faster with
-    four consumers, which are not supported. Dv other than D was not timed."""
+    """Problems of at least one full wave whose other work tiles are worth splitting, with fwd_wgmma's fastest tile. Not
+    with four consumers, which are not supported. Dv other than D was not timed."""
     if p.Sq < LEAST_QUERIES or supports_stream_k(p, None) or not wgmma_tiles.pure(p) or kernel.max_D < p.D:
         return False
-    tile = min((t for t in stream_k_kernel.tiles if not check_tile(p, t, None)), key=partial(wgmma_tiles.rank, p))
+    best = wgmma_tiles.best(p)
+    tile = next((t for t in stream_k_kernel.tiles if best == (t.BLOCK_M, t.BLOCK_N)), None)
+    if not tile or not splits_last_wave(p, tile) or check_tile(p, tile, None):
+        return False
     count = tiles_of_heads(p, tile)
-    if count <= tile.BLOCKS or not splits_last_wave(p, tile) or wgmma_tiles.best(p)[0] > 192:
+    if count <= tile.BLOCKS:
         return False
     of_all_waves = cdiv(count, tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)
     return saved_key_tiles(p, tile, count) >= max(LEAST_SAVED, LEAST_SHARE * of_all_waves)
