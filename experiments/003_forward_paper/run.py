@@ -45,7 +45,7 @@ def table() -> None:
     )
     texts = {
         "points": markdown.points_markdown(rows, "fwd_wgmma", ["sdpa-cudnn", "fa4"]),
-        "rerun": markdown.points_markdown([*again], "attention", ["sdpa-cudnn", "fa4"]),
+        "rerun": markdown.points_markdown(again, "attention", ["sdpa-cudnn", "fa4"]),
         "problems": markdown.problems_markdown(read_rows(HERE / "real.jsonl"), ["fwd_wgmma", "sdpa-cudnn", "fa4"]),
     }
     for name, text in texts.items():

@@ -49,7 +49,7 @@ def table() -> None:
     points = {
         "points": markdown.points_markdown(rows, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
         "deterministic": markdown.points_markdown(rows, DETERMINISTIC, ["bwd_wgmma"]),
-        "rerun": markdown.points_markdown([*again], "attention", ["sdpa-cudnn", "fa4"]),
+        "rerun": markdown.points_markdown(again, "attention", ["sdpa-cudnn", "fa4"]),
         "d64 d128": markdown.points_markdown(narrow, "bwd_wgmma", ["sdpa-cudnn", "fa4"]),
         "d64 persistent": markdown.points_markdown(narrow, "bwd_wgmma_persistent", ["sdpa-cudnn", "fa4"]),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
@@ -13,13 +13,15 @@ from .rows import by_problem
 Row = Mapping[str, Any]
 
 
-def of_chosen(rows: Sequence[Row], chosen: Callable[[Any], str]) -> Iterator[Row]:
+def of_chosen(rows: Sequence[Row], chosen: Callable[[Any], str]) -> list[Row]:
     """The rows of peers, and of each problem that of the kernel that `attention` chooses, as contender `attention`.
     chosen: the kernel's name for a problem."""
+    found: list[Row] = []
     for problem, there in by_problem(rows).items():
-        name = chosen(problem)
-        yield from ({**row, "contender": "attention"} for row in there.values() if row["contender"] == name)
-        yield from (row for row in there.values() if row["kind"] == "peer")
+        if own := there.get(chosen(problem)):
+            found.append({**own, "contender": "attention"})
+        found += (row for row in there.values() if row["kind"] == "peer")
+    return found
 
 
 def points_markdown(rows: Sequence[Row], kernel: str, against: Sequence[str]) -> str:
