@@ -1,7 +1,6 @@
 """Spec of `fwd_wgmma.cu`."""
 
 from dataclasses import replace
-from functools import lru_cache
 
 from sandbox.spec import (
     BLOCK_SMEM,
@@ -12,18 +11,20 @@ from sandbox.spec import (
     Problem,
     Tile,
     ascending_from_0,
+    best_splits,
     cdiv,
     decode_us,
     fields_of_splits,
+    fields_of_stream_k,
     key_ranges,
-    keys_of_row,
     mask_of,
     packs,
-    saved_key_tiles,
+    pays_to_split_last_wave,
     split_blocks,
     split_floats,
+    split_us,
     splits_by_range,
-    tiles_of_full_waves,
+    tiles_of_heads,
     unsupported_by_wgmma,
     wgmma_tiles,
     wgmma_us,
@@ -101,11 +102,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
     )
     return next((message for valid, message in rules if not valid), None)
-
-
-def tiles_of_heads(p: Problem, t: Tile) -> int:
-    """Number of work tiles, each with rows of one head."""
-    return p.query_tiles(t.BLOCK_M) * p.batches * p.H
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
@@ -242,25 +238,6 @@ invariant_kernel = replace(
 )  # fmt: skip
 
 
-LEAST_KEYS, MOST_WAVES = 512, 6  # fewest keys of a split; most waves of blocks if keys are split
-
-
-@lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
-def best_splits(p: Problem, t: Tile) -> int:
-    """Blocks that share the keys of a work tile: of 1 to 40 and up to 40 larger numbers, as far as LEAST_KEYS and
-    MOST_WAVES permit, the one with the lowest estimate."""
-    most = min(keys_of_row(p) // LEAST_KEYS, MOST_WAVES * t.BLOCKS // max(work_tiles(p, t), 1))
-    tried = (*range(1, min(max(1, most), 40) + 1), *range(41, most + 1, 1 + most // 40))
-    return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
-
-
-def split_us(p: Problem, t: Tile) -> float:
-    """Sort key of tiles: the estimated time; tiles that were not timed with the options last."""
-    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (
-        0 if wgmma_tiles.was_timed(p, t, wgmma_tiles.pure(p)) else 1e9
-    )
-
-
 def supports_split(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported: as for fwd_wgmma, and options with which key tile j does not begin at key
     j * BLOCK_N."""
@@ -312,21 +289,6 @@ split_kernel = replace(
 )
 
 
-def full_wave_tiles(p: Problem, t: Tile) -> int:
-    """Work tiles that one block processes whole; the others are split by key tiles (stream-K)."""
-    return tiles_of_full_waves(p, t, tiles_of_heads(p, t))
-
-
-def splits_last_wave(p: Problem, t: Tile) -> bool:
-    """Whether there are work tiles that all blocks share."""
-    return full_wave_tiles(p, t) < tiles_of_heads(p, t)
-
-
-def stream_k_partials(p: Problem, t: Tile) -> tuple[int, int]:
-    """Size in floats; none is zeroed by the launch. Per block: four counters, and O, m and l of a work tile."""
-    return (t.BLOCKS * (4 + t.BLOCK_M * (16 * cdiv(p.Dv, 16) + 8)) if splits_last_wave(p, t) else 0), 0
-
-
 def supports_stream_k(p: Problem, arch: Arch | None) -> str | None:
     """Why a problem is not supported: as for fwd_wgmma, and work tiles that see different numbers of keys. Other
     options than a sink were not timed."""
@@ -344,7 +306,6 @@ def check_stream_k_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 
 LEAST_QUERIES = 1024  # fewer were not timed; few are computed faster by other kernels
-LEAST_SAVED, LEAST_SHARE = 8, 0.01  # key tiles, and share of the time, that splitting the last wave must save
 
 
 def first_for_stream_k(p: Problem) -> bool:
@@ -354,13 +315,7 @@ def first_for_stream_k(p: Problem) -> bool:
         return False
     best = wgmma_tiles.best(p)
     tile = next((t for t in stream_k_kernel.tiles if best == (t.BLOCK_M, t.BLOCK_N)), None)
-    if not tile or not splits_last_wave(p, tile) or check_tile(p, tile, None):
-        return False
-    count = tiles_of_heads(p, tile)
-    if count <= tile.BLOCKS:
-        return False
-    of_all_waves = cdiv(count, tile.BLOCKS) * cdiv(p.Sk, tile.BLOCK_N)
-    return saved_key_tiles(p, tile, count) >= max(LEAST_SAVED, LEAST_SHARE * of_all_waves)
+    return tile is not None and not check_tile(p, tile, None) and pays_to_split_last_wave(p, tile)
 
 
 stream_k_kernel = replace(
@@ -375,22 +330,11 @@ stream_k_kernel = replace(
     invariant_to=("runs", "entries", "strides"),
     macros={"STREAM_K": 1},
     tiles=tuple(t for t in kernel.tiles if t.BLOCK_M <= 192),
-    grid=lambda p, t: (t.BLOCKS, 1, 1) if splits_last_wave(p, t) else grid(p, t),
     supports=supports_stream_k,
     check_tile=check_stream_k_tile,
     first_for=first_for_stream_k,
-    scratch={"partials": stream_k_partials},
-    numbers={"full_wave_tiles": full_wave_tiles},
     args=(*kernel.args, "partials", "full_wave_tiles"),
-    then=(
-        Entry(
-            name="fwd_wgmma_stream_k_clear",
-            launch_first=True,
-            grid=lambda p, t: (int(splits_last_wave(p, t)), 1, 1),
-            block=lambda t: (t.BLOCKS, 1, 1),
-            args=("partials",),
-        ),
-    ),
+    **fields_of_stream_k("fwd_wgmma_stream_k"),
 )
 
 kernels = (kernel, invariant_kernel, split_kernel, stream_k_kernel)

@@ -1,6 +1,16 @@
 """Spec of `fwd_wgmma_fp8.cu`."""
 
-from sandbox.spec import BLOCK_SMEM, Arch, Kernel, Problem, Tile, cdiv, tiles_of_full_waves, unsupported_by_wgmma
+from sandbox.spec import (
+    BLOCK_SMEM,
+    Arch,
+    Kernel,
+    Problem,
+    Tile,
+    cdiv,
+    tiles_of_full_waves,
+    tiles_of_heads,
+    unsupported_by_wgmma,
+)
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -95,14 +105,9 @@ def rank(p: Problem, t: Tile) -> int:
     return 2 * ((t.BLOCK_N == 192) != (long and most_keys(p) == 192)) + (t.LOADS > 1 and p.D <= 64)
 
 
-def work_tiles(p: Problem, t: Tile) -> int:
-    """Number of query tiles of all heads."""
-    return p.query_tiles(t.BLOCK_M) * p.batches * p.H
-
-
 def full_wave_tiles(p: Problem, t: Tile) -> int:
     """Work tiles that one block processes whole; the others are split by key tiles (stream-K)."""
-    count = work_tiles(p, t)
+    count = tiles_of_heads(p, t)
     scales = any(isinstance(scale, tuple) for scale in p.descale)
     if not few_registers(p) or scales or p.causal or p.window != (None, None):
         return count
@@ -113,14 +118,14 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
     """Size in floats, and how many of them to clear. Per block: four counters, O of earlier keys if there are more than
     MMA_SUM_KEYS, and the partial O of a split work tile."""
     mma_sum_keys = 4096 if p.dtype_of("O") == "bfloat16" else 1024  # MMA_SUM_KEYS of the kernel
-    stream_k = full_wave_tiles(p, t) < work_tiles(p, t)
+    stream_k = full_wave_tiles(p, t) < tiles_of_heads(p, t)
     slots = 2 if stream_k else p.Sk > mma_sum_keys
     return (t.BLOCKS * (4 + slots * t.BLOCK_M * (p.Dv + 8)) if slots else 0), 4 * t.BLOCKS * stream_k
 
 
 def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
     """At most BLOCKS persistent blocks, one per SM."""
-    count = work_tiles(p, t)
+    count = tiles_of_heads(p, t)
     return (min(count, t.BLOCKS) if full_wave_tiles(p, t) == count else t.BLOCKS, 1, 1)
 
 

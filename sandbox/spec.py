@@ -18,19 +18,20 @@ from .core.kernel import (
 )
 from .core.key_splits import (
     ascending_from_0,
+    best_splits,
     fields_of_splits,
     key_ranges,
-    saved_key_tiles,
     split_blocks,
     split_floats,
+    split_us,
     splits_by_range,
-    tiles_of_full_waves,
 )
 from .core.normalise import Causal, cdiv, normalise_causal
 from .core.operation import Operation, OperationProblem, Tensor
-from .core.packed_gqa import packs, work_tiles
+from .core.packed_gqa import packs, tiles_of_heads, work_tiles
 from .core.problem import Problem
 from .core.score import Score
+from .core.stream_k import fields_of_stream_k, pays_to_split_last_wave, tiles_of_full_waves
 from .core.tile import Tile
 from .core.unsupported import (
     mask_of,
@@ -61,20 +62,24 @@ __all__ = [
     "Tensor",
     "Tile",
     "ascending_from_0",
+    "best_splits",
     "cdiv",
     "decode_tiles",
     "decode_us",
     "fields_of_splits",
+    "fields_of_stream_k",
     "key_ranges",
     "keys_of_row",
     "mask_of",
     "normalise_causal",
     "packs",
-    "saved_key_tiles",
+    "pays_to_split_last_wave",
     "split_blocks",
     "split_floats",
+    "split_us",
     "splits_by_range",
     "tiles_of_full_waves",
+    "tiles_of_heads",
     "unsupported_by_cp_async",
     "unsupported_by_sm",
     "unsupported_by_wgmma",

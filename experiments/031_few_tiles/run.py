@@ -27,13 +27,12 @@ from sandbox.core import registry
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.kernel import Kernel
 from sandbox.engine import choose, pipeline
-from sandbox.spec import Problem, Tile, wgmma_tiles
+from sandbox.spec import Problem, Tile, best_splits, decode_us, fields_of_splits, wgmma_tiles
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "results.jsonl"
 HOPPER = (9, 0)
 SPLIT = registry.get("fwd_wgmma_split")
-SPEC = SPLIT.rank.__globals__
 OTHERS = {"fwd_wgmma": 10**9, "fwd_decode_wgmma": 128, "fwd_decode": 256}  # {kernel: most packed rows}
 FIXED = [  # of issues and earlier experiments
     Problem(B, H, Sq, Sk, D, Hk=Hk, dtype="bfloat16", causal="bottom-right")
@@ -61,7 +60,7 @@ def is_candidate(p: Problem) -> bool:
 
 def with_splits(count: int) -> Kernel:
     """The kernel with a fixed number of splits."""
-    return replace(SPLIT, **SPEC["fields_of_splits"](SPLIT.name, lambda p, t: count))
+    return replace(SPLIT, **fields_of_splits(SPLIT.name, lambda p, t: count))
 
 
 def contenders(p: Problem, variants: bool) -> dict[str, tuple[Kernel, Tile | None]]:
@@ -77,7 +76,7 @@ def contenders(p: Problem, variants: bool) -> dict[str, tuple[Kernel, Tile | Non
             or tile.BLOCK_N < 64
         ):
             continue
-        best = SPEC["best_splits"](p, tile)
+        best = best_splits(p, tile)
         for count in sorted({max(1, best // 2), best, best + 1, 2 * best}):
             found[f"{tile.BLOCK_M}x{tile.BLOCK_N} s{count}"] = with_splits(count), tile
     return found
@@ -121,7 +120,7 @@ def measured(seed: int, variants: bool, seconds: float) -> Iterator[dict[str, An
         us = {row.contender: round(1e6 * row.timing.median, 1) for row in rows if row.timing}
         wrong = [f"{row.contender}: {row.message}" for row in rows if row.ok is False]
         tile = choose.choose_tile(SPLIT, p, HOPPER)
-        estimates = round(SPLIT.rank(p, tile), 1), round(SPEC["decode_us"](p), 1)
+        estimates = round(SPLIT.rank(p, tile), 1), round(decode_us(p), 1)
         chosen = choose.choose_kernel(p, "forward", HOPPER).name
         row = {"problem": str(p), "chosen": chosen, "us": us, "estimates": estimates}
         yield row | ({"wrong": wrong} if wrong else {})

@@ -1,7 +1,7 @@
 // O, m and l of a row are computed per range of keys and merged.
 //
 // fwd_wgmma_split: split-KV. Blocks share the key tiles that BLOCK_M rows see, in equal parts, give or take one tile:
-// each part is a work tile; best_splits (fwd_wgmma.py) chooses how many.
+// each part is a work tile; best_splits (sandbox/core/key_splits.py) says how many.
 // fwd_wgmma_invariant: fixed ranges (KeyRange). With each range O and l start again from 0 and m from -INF, and are
 // merged with those of the earlier keys; if the ranges of a row are computed by different blocks and merged afterwards,
 // the bits are equal. Merging with empty sums (m = -INF, l = 0) changes no bit except the sign of a zero, which

@@ -14,10 +14,11 @@ constexpr int UNBOUNDED = 0x7fffffff;  // more key tiles than any work tile has
 //
 // SPLIT_KEYS: only the keys of range `split` of `splits` (key_splits.cuh).
 // STREAM_K: of the key tiles that the rows see, those in own_key_tiles, computed by block number `block` in the order
-// of the tickets; first_block has the first ones (stream_k.cuh). PACK_GQA (packed GQA): rows of several query heads of
-// a group, which share their keys. The rows of each head fill slots of 16, one for each warp of the consumers; row0
-// counts the rows of all slots before the work tile, and h() is the group's first head. With few queries a group then
-// has fewer work tiles.
+// of the tickets; first_block has the first ones (stream_k.cuh).
+//
+// PACK_GQA (packed GQA): rows of several query heads of a group, which share their keys. The rows of each head fill
+// slots of 16, one for each warp of the consumers; row0 counts the rows of all slots before the work tile, and h() is
+// the group's first head. With few queries a group then has fewer work tiles.
 #if RAGGED
 struct WorkTile {  // extent: offsets and lengths of its sequence, so that consumers need not load them
     int b, row0, batch_head;

@@ -26,6 +26,7 @@ __all__ = [
     "score_errors",
     "snippet",
     "source_line",
+    "stream_k",
     "tile",
     "unsupported",
     "wgmma_tiles",

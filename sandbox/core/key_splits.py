@@ -1,5 +1,5 @@
 """Work tiles whose keys are shared by several blocks, or summed up in fixed ranges: the specs of the kernels with
-KEY_SPLITS (include/key_splits.cuh), and of those with stream-K (include/stream_k.cuh)."""
+KEY_SPLITS (include/key_splits.cuh)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from .estimates import wgmma_us
+from . import wgmma_tiles
+from .estimates import keys_of_row, wgmma_us
 from .kernel import HOPPER_SMS, Entry
 from .normalise import cdiv
 from .packed_gqa import packs, work_tiles
@@ -53,20 +54,23 @@ def split_floats(p: Problem, count: int) -> int:
     return p.batches * p.H * p.Sq * count * (p.Dv + 2) if count > 1 else 0
 
 
-def saved_key_tiles(p: Problem, t: Tile, count: int) -> float:
-    """Key tiles that a block has less if, of `count` work tiles that see all keys, those that do not fill a wave are
-    split by key tiles."""
-    return cdiv(p.Sk, t.BLOCK_N) * (1 - count % t.BLOCKS / t.BLOCKS)
+LEAST_KEYS, MOST_WAVES = 512, 6  # fewest keys of a split; most waves of blocks if keys are split
 
 
-def tiles_of_full_waves(p: Problem, t: Tile, count: int) -> int:
-    """Stream-K (include/stream_k.cuh): of `count` work tiles that see all keys, those that one block processes whole.
-    All of them, or only those of full waves, if splitting the others saves more key tiles than it costs to store and
-    add partial O. Then each block has a key tile, and 32 bits suffice to count them."""
-    remainder = count % t.BLOCKS
-    if remainder * cdiv(p.Sk, t.BLOCK_N) * t.BLOCKS >= 2**32:
-        return count
-    return count - remainder if remainder and saved_key_tiles(p, t, count) > 4 + t.BLOCKS / remainder else count
+@lru_cache(maxsize=1024)  # grid, macros and scratch memory depend on it
+def best_splits(p: Problem, t: Tile) -> int:
+    """Blocks that share the keys of a work tile: of 1 to 40 and up to 40 larger numbers, as far as LEAST_KEYS and
+    MOST_WAVES permit, the one with the lowest estimate."""
+    most = min(keys_of_row(p) // LEAST_KEYS, MOST_WAVES * t.BLOCKS // max(work_tiles(p, t), 1))
+    tried = (*range(1, min(max(1, most), 40) + 1), *range(41, most + 1, 1 + most // 40))
+    return min(tried, key=lambda splits: wgmma_us(p, t, splits, packs(p, t)))
+
+
+def split_us(p: Problem, t: Tile) -> float:
+    """Sort key of tiles: the estimated time; tiles that were not timed with the options last."""
+    return wgmma_us(p, t, best_splits(p, t), packs(p, t)) + (
+        0 if wgmma_tiles.was_timed(p, t, wgmma_tiles.pure(p)) else 1e9
+    )
 
 
 def fields_of_splits(name: str, count: Callable[[Problem, Tile], int]) -> dict[str, Any]:

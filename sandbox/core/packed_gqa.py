@@ -28,7 +28,11 @@ def packs(p: Problem, t: Tile) -> bool:
     return may_pack(p) and cdiv(packed_rows(p), t.BLOCK_M) < p.group * p.query_tiles(t.BLOCK_M)
 
 
+def tiles_of_heads(p: Problem, t: Tile) -> int:
+    """Number of work tiles, each with rows of one head."""
+    return p.query_tiles(t.BLOCK_M) * p.batches * p.H
+
+
 def work_tiles(p: Problem, t: Tile) -> int:
     """Number of work tiles, not multiplied by the splits: of a group of heads with PACK_GQA, otherwise of each head."""
-    of_group = cdiv(packed_rows(p), t.BLOCK_M) if packs(p, t) else p.group * p.query_tiles(t.BLOCK_M)
-    return of_group * p.batches * p.Hk
+    return cdiv(packed_rows(p), t.BLOCK_M) * p.batches * p.Hk if packs(p, t) else tiles_of_heads(p, t)

@@ -17,7 +17,7 @@ from sandbox.verify import check
 from sandbox.verify.cases import Case
 
 KERNEL = registry.get("fwd_wgmma_split")
-SPEC = KERNEL.rank.__globals__  # the module of the spec
+SPEC = KERNEL.rank.__globals__  # core/key_splits.py
 FEW = Problem(2, 4, 37, 300, 64, Hk=2, dtype="float16", causal="bottom-right")  # packed: slots of 48 rows
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("normal", {}),
