@@ -166,7 +166,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
     const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group));
-    // There are more blocks than work tiles in a ragged batch, and in the last L2 head group.
+    // There are more blocks than work tiles in a ragged batch, and in an incomplete L2 head group.
     if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
     const int work_head = work_tile.work_head, b = work_tile.b, H = Hk * group;
     const Head head0(work_tile.sequence(score), work_head * heads_per_work_tile);

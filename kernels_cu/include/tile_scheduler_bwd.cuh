@@ -17,7 +17,8 @@
 // groups), so that the same n_block of all heads of a group starts together. Causal: the first n_blocks of a head have
 // the most m_blocks and, unless DETERMINISTIC, start first; the short work tiles at the end of a group balance the
 // load. Without groups, the heads would start one after the other: the longest work tiles of the last head would start
-// when other SMs are already idle.
+// when other SMs are already idle. Unless DETERMINISTIC, the groups start from the last heads to the first ones: a group
+// with fewer heads than the others, and fewer short work tiles, is the first one.
 //
 // DETERMINISTIC: work tiles are numbered in this order. A block takes the next number from the tile counter when it
 // starts, not its blockIdx, so that it waits only for work tiles that have started.
@@ -64,7 +65,7 @@ struct BwdWorkTile {
             descending = ALTERNATING && (gridDim.z - head_group) % 2;
             if (last_n_block_first()) n_block = gridDim.y - 1 - n_block;
         } else if (L2_HEAD_GROUPS) {
-            const unsigned head = blockIdx.z * gridDim.x + blockIdx.x;
+            const unsigned head = (gridDim.z - 1 - blockIdx.z) * gridDim.x + blockIdx.x;
             work_head = head % work_heads, b = head / work_heads;
         }
     }

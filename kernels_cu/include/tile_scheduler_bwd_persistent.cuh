@@ -35,18 +35,20 @@ struct PersistentWorkTile {
 
 // Work tile `number`. Causal: the first n_blocks of a head have the longest m_block range. Work tiles are in L2 head
 // groups, first n_blocks first, as in tile_scheduler_bwd.cuh; a group has one wave of work tiles, or half a wave if a
-// head has at most four n_blocks, and the last group the heads that are left.
+// head has at most four n_blocks, and the first group the heads that are left.
 __device__ __forceinline__ PersistentWorkTile work_tile_of(unsigned number, const Score& score, unsigned Hk,
                                                            unsigned B) {
     const unsigned key_tiles = (opaque(score.Sk) + BLOCK_N - 1) / BLOCK_N, heads = opaque(Hk) * B;
-    unsigned width = 1;  // heads of an L2 head group
+    unsigned width = 1, first_heads = 0;  // heads of an L2 head group; of the first group, if they are fewer
     if (Head::HAS_RIGHT_BOUND) {
         const unsigned wave = key_tiles > 4 ? BLOCKS : (BLOCKS + 1) / 2;
         const unsigned groups = min(max((heads * key_tiles + wave / 2) / wave, 1u), heads);
-        width = (heads + groups - 1) / groups;
+        width = (heads + groups - 1) / groups, first_heads = heads % width;
     }
-    const unsigned first = number / (width * key_tiles) * width,
-                   group_heads = min(width, max(heads, first + 1) - first);
+    const bool in_first = number < first_heads * key_tiles;
+    const unsigned after_first = number - first_heads * key_tiles,
+                   first = in_first ? 0 : first_heads + after_first / (width * key_tiles) * width,
+                   group_heads = in_first ? first_heads : width;
     const unsigned index = number - first * key_tiles, head = first + index % group_heads;
     PersistentWorkTile work_tile{static_cast<int>(index / group_heads), static_cast<int>(head % Hk),
                                  number < heads * key_tiles ? static_cast<int>(head / Hk) : -1};
