@@ -18,8 +18,9 @@ __device__ __forceinline__ void write_dQ_rows(const View<dtype>& dQ, const Seqle
         }
         const int row = row0 + 8 * half;
         if (row < sequence.Sq && col < HEAD_DIM)
-            *reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col) =
-                make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            // __stcs: dQ is not read again; and the compiler splits a plain store into four at D = 64.
+            __stcs(reinterpret_cast<uint4*>(sequence.query(dQ, h, row) + col),
+                   make_uint4(packed[0], packed[1], packed[2], packed[3]));
     }
 }
 
@@ -32,18 +33,28 @@ template <int ROWS, int COLUMNS, int CHUNK_STRIDE>
 __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const SeqlenInfo& sequence, int h, int row0,
                                                    int col0, int lane, const float* from, float scale,
                                                    bool no_keys = false) {
-    constexpr int CHUNKS = COLUMNS / 8;
+    constexpr int CHUNKS = COLUMNS / 8, ALL_ITEMS = ROWS / 2 * CHUNKS,
+                  BATCH = ALL_ITEMS > 64 ? 4 : (ALL_ITEMS + 31) / 32;  // items per lane that are loaded at a time
     float nan_if_not_finite = 0.0f;
 #pragma unroll
-    for (int i = lane; i < ROWS / 2 * CHUNKS;
-         i += 32) {  // item i: 8 columns of two rows; adjacent lanes have adjacent columns
-        const int chunk = i % CHUNKS, g = ROWS == 16 ? i / CHUNKS : i / CHUNKS % 8,
-                  row_group = ROWS == 16 ? 0 : i / COLUMNS;
-        const int col = col0 + 8 * chunk;
-        float accum[2][8];
-        load_fragment_rows(accum, from + (row_group * CHUNKS + chunk) * CHUNK_STRIDE, g);
-        for (int k = 0; k < (no_keys ? 16 : 0); ++k) accum[k / 8][k % 8] = 0.0f;
-        write_dQ_rows(dQ, sequence, h, row0 + 16 * row_group + g, col, accum, scale, nan_if_not_finite);
+    for (int first = lane; first < ALL_ITEMS; first += 32 * BATCH) {
+        float accum[BATCH][2][8];
+        // Item i: 8 columns of two rows; adjacent lanes have adjacent columns.
+        const auto for_each = [&](auto f) {
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) {
+                const int i = first + 32 * n;
+                if (i < ALL_ITEMS)
+                    f(accum[n], i % CHUNKS, ROWS == 16 ? i / CHUNKS : i / CHUNKS % 8, ROWS == 16 ? 0 : i / COLUMNS);
+            }
+        };
+        for_each([&](float (&rows)[2][8], int chunk, int g, int row_group) {
+            load_fragment_rows(rows, from + (row_group * CHUNKS + chunk) * CHUNK_STRIDE, g);
+        });
+        for_each([&](float (&rows)[2][8], int chunk, int g, int row_group) {
+            for (int k = 0; k < (no_keys ? 16 : 0); ++k) rows[k / 8][k % 8] = 0.0f;
+            write_dQ_rows(dQ, sequence, h, row0 + 16 * row_group + g, col0 + 8 * chunk, rows, scale, nan_if_not_finite);
+        });
     }
     return !__all_sync(0xffffffffu, nan_if_not_finite == 0.0f);
 }

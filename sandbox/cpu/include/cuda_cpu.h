@@ -365,6 +365,10 @@ template <class T>
 inline T __ldg(const T* address) {
     return *address;
 }
+template <class T>
+inline void __stcs(T* address, T value) {
+    *address = value;
+}
 inline long long clock64() { return 0; }
 
 // ---- entry points
