@@ -40,6 +40,11 @@
 #define bwd_wgmma_postprocess bwd_wgmma_split_group_postprocess
 #define bwd_wgmma_combine bwd_wgmma_split_group_combine
 #endif
+#ifdef STREAM_K
+#define bwd_wgmma bwd_wgmma_stream_k
+#define bwd_wgmma_postprocess bwd_wgmma_stream_k_postprocess
+#define bwd_wgmma_combine bwd_wgmma_stream_k_combine
+#endif
 #define TIMELINE_BRANCH 1                // needs fewer registers (timeline.cuh)
 #define FALLBACK_INLINE __forceinline__  // see non_finite.cuh
 #include "bwd_combine_group.cuh"
@@ -113,7 +118,7 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
 // computes them again.
 __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool non_finite) {
     const BwdParams& params = block.params;
-    if (!SPLIT_GROUP && named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
+    if (!SPLIT_GROUP && block.slot() < 0 && named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
         if (threadIdx.x % 128 == 0)
             tma_store_wait_complete();  // the TMA stores are complete before the fallback overwrites dK and dV
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);
@@ -138,7 +143,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     const __grid_constant__ Score score,
     const __grid_constant__ TensorMap bias_map,  // boxes of 64 rows; only if BIAS
     const int* work_tiles,                       // output of bwd_wgmma_scheduler; only if RAGGED
-    float* dKV_partials) {                       // only if SPLIT_GROUP
+    float* dKV_partials                          // only if SPLIT_GROUP or STREAM_K
+#if STREAM_K
+    ,
+    int full_wave_tiles, int tiles_of_period, int shares_of_period, int inverse
+#endif
+) {
     const BwdParams params{Q,           K,     V,     dO,     LSE,    delta, dQ_accum, dK,    dV,    Q_tile_map,
                            dO_tile_map, K_map, V_map, dK_map, dV_map, B,     Hk,       group, score, dKV_partials};
     const SmemAddr base = smem_address(smem);
@@ -148,6 +158,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
+#if STREAM_K
+    if (threadIdx.x == 32)
+        write_work_tile_part(part_of_block(), {full_wave_tiles, tiles_of_period, shares_of_period, inverse}, Hk, B,
+                             score);
+#endif
     // Programmatic dependent launch: this block can start as soon as all blocks of bwd_preprocess have exited, but
     // their writes are visible only after griddepcontrol_wait. Before griddepcontrol_wait the block reads only what
     // earlier launches have written: the tile counter (only if DETERMINISTIC; zeroed before all entry points) and the
@@ -167,10 +182,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
     const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group));
     // There are more blocks than work tiles in a ragged batch, and in an incomplete L2 head group.
-    if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
+    if (((RAGGED || STREAM_K) && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
     const int work_head = work_tile.work_head, b = work_tile.b, H = Hk * group;
     const Head head0(work_tile.sequence(score), work_head * heads_per_work_tile);
-    const MBlocks m_blocks{head0, map, heads_per_work_tile, work_tile.n_block * BLOCK_N, work_tile.descending};
+    const MBlocks m_blocks = m_blocks_of(work_tile, head0, map, heads_per_work_tile);
     const BwdBlock block{params, base, work_tile, head0, m_blocks, work_head, b, heads_per_work_tile, H, warp, lane};
 
     if (warp < 4) {
@@ -194,6 +209,25 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     }
     non_finite_fallback(block, non_finite);
 }
+
+#if STREAM_K
+// STREAM_K: adds the parts' dK and dV of each work tile that is split. A block has 16 keys.
+extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
+    const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
+    const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
+    const float* delta, const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV, int Hk,
+    int group, const __grid_constant__ Score score, const float* dKV_partials, int full_wave_tiles, int tiles_of_period,
+    int shares_of_period, int inverse) {
+    griddepcontrol_wait();
+    const StreamKParts parts{full_wave_tiles, tiles_of_period, shares_of_period, inverse};
+    const int split_tile = blockIdx.x / (BLOCK_N / 16), key_tiles = (score.Sk + BLOCK_N - 1) / BLOCK_N,
+              tile = full_wave_tiles + split_tile, head = tile / key_tiles;
+    const Range slots = parts.slots_of(split_tile);
+    const RowTile rows{head / Hk, static_cast<int>(tile % key_tiles * BLOCK_N + blockIdx.x % (BLOCK_N / 16) * 16)};
+    add_partials<16>(Q, K, V, dO, LSE, delta, dK, dV, group, score, dKV_partials, rows, head % Hk, Hk * group,
+                     slots.begin, slots.end - slots.begin);
+}
+#endif
 
 #if SPLIT_GROUP
 // SPLIT_GROUP: adds the dK and dV of the query heads of each group. A block has 16 keys of a key/value head.

@@ -2,7 +2,19 @@
 
 from dataclasses import replace
 
-from sandbox.spec import BLOCK_SMEM, HOPPER_SMS, Arch, Entry, Kernel, Problem, Tile, cdiv, mask_of, unsupported_by_wgmma
+from sandbox.spec import (
+    BLOCK_SMEM,
+    HOPPER_SMS,
+    Arch,
+    Entry,
+    Kernel,
+    Problem,
+    Tile,
+    cdiv,
+    mask_of,
+    query_splits,
+    unsupported_by_wgmma,
+)
 
 MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a left bound (window): such work tiles are short
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per m_block and head of a group
@@ -110,11 +122,16 @@ def work_tiles(p: Problem, t: Tile) -> tuple[int, int]:
     return 8 * p.key_tiles(t.BLOCK_N) * p.Hk if p.ragged else 0, 0
 
 
-def dKV_partials(p: Problem, t: Tile) -> tuple[int, int]:
-    """(elements of 4 bytes, of which zeroed): dK and dV per query head, in slabs of 64 keys and 64 columns of 16 bits;
-    see include/bwd_combine_group.cuh."""
+def partial_words(p: Problem, t: Tile) -> int:
+    """Elements of 4 bytes of a partial dK and dV of an n_block, in slabs of 64 keys and 64 columns of 16 bits; see
+    include/bwd_combine_group.cuh."""
     slabs = cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64)
-    return p.batches * p.H * p.key_tiles(t.BLOCK_N) * t.BLOCK_N // 64 * slabs * 64 * 64 // 2, 0
+    return t.BLOCK_N // 64 * slabs * 64 * 64 // 2
+
+
+def dKV_partials(p: Problem, t: Tile) -> tuple[int, int]:
+    """(elements of 4 bytes, of which zeroed): a partial dK and dV per query head."""
+    return p.batches * p.H * p.key_tiles(t.BLOCK_N) * partial_words(p, t), 0
 
 
 def per_query_head(p: Problem) -> Problem:
@@ -301,4 +318,55 @@ deterministic_kernel = replace(
     ),
 )
 
-kernels = (nondeterministic, split_group, deterministic_kernel)
+
+def supports_stream_k(p: Problem, arch: Arch | None) -> str | None:
+    """No mask: all work tiles take equally long."""
+    if others := (p.options - {"sink"}) | ({"causal"} if p.causal else set()):
+        return f"{', '.join(sorted(others))} is not supported: all queries must see all keys, without a score option"
+    return supports(p, arch)
+
+
+def first_for_stream_k(p: Problem) -> bool:
+    """Where splitting work tiles by queries pays, but not by query heads."""
+    if supports_stream_k(p, None) or nondeterministic.max_D < p.D or split_group_pays(p):
+        return False
+    tile = next((t for t in stream_k.tiles if not check_tile(p, t, None)), None)
+    return tile is not None and query_splits.pays(p, tile)
+
+
+stream_k = replace(
+    nondeterministic,
+    name="bwd_wgmma_stream_k",
+    test_share=10,
+    preference=-1,
+    summary="bwd_wgmma without a mask: work tiles that do not fill a wave are split by queries (stream-K)",
+    ragged=False,
+    supports=supports_stream_k,
+    macros={"STREAM_K": 1},
+    tiles=tuple(Tile(**t, BLOCKS=HOPPER_SMS) for t in nondeterministic.tiles),
+    grid=query_splits.grid,
+    first_for=first_for_stream_k,
+    args=(*nondeterministic.args, *query_splits.NUMBERS),
+    numbers=query_splits.NUMBERS,
+    scratch={
+        **nondeterministic.scratch,
+        "dKV_partials": lambda p, t: (query_splits.parts(p, t) * partial_words(p, t), 0),
+    },
+    then=(
+        Entry(
+            name="bwd_wgmma_stream_k_combine",
+            programmatic_launch=True,
+            grid=lambda p, t: (query_splits.split_work_tiles(p, t) * t.BLOCK_N // 16, 1, 1),
+            block=lambda t: (256, 1, 1),
+            smem_bytes=lambda p, t: 0,
+            args=(
+                *("Q", "K", "V", "dO", "LSE", "delta", "dK", "dV", "Hk", "group", "score", "dKV_partials"),
+                *query_splits.NUMBERS,
+            ),
+            numbers=query_splits.NUMBERS,
+        ),
+        replace(nondeterministic.then[1], name="bwd_wgmma_stream_k_postprocess"),
+    ),
+)
+
+kernels = (nondeterministic, split_group, deterministic_kernel, stream_k)

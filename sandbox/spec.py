@@ -1,6 +1,6 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
-from .core import decode_tiles, wgmma_tiles
+from .core import decode_tiles, query_splits, wgmma_tiles
 from .core.dtypes import ITEMSIZE
 from .core.estimates import decode_us, keys_of_row, wgmma_us
 from .core.kernel import (
@@ -74,6 +74,7 @@ __all__ = [
     "normalise_causal",
     "packs",
     "pays_to_split_last_wave",
+    "query_splits",
     "split_blocks",
     "split_floats",
     "split_us",

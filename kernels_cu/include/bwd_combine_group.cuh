@@ -43,18 +43,15 @@ __device__ __forceinline__ long long partial_index(long long number, Gradient gr
     return (half * PARTIAL_SLABS + first + slab) * (PARTIAL_SLAB_BYTES / 4);
 }
 
-// dK and dV of ROWS keys of key/value head blockIdx.y: the sums of the partial results of its query heads. If a sum is
+// dK and dV of ROWS keys of a key/value head: the sums of `count` partial results from number `first` on. If a sum is
 // not finite, the rows are computed again (non_finite.cuh).
 template <int ROWS>
-__device__ __forceinline__ void combine_group(const View<const dtype>& Q, const View<const dtype>& K,
-                                              const View<const dtype>& V, const View<const dtype>& dO, const float* LSE,
-                                              const float* delta, const View<dtype>& dK, const View<dtype>& dV,
-                                              int group, const Score& score, const float* dKV_partials) {
-    const RowTile rows = key_tile<ROWS>(score, blockIdx.x, blockIdx.z);
-    if (RAGGED && rows.invalid()) return;
+__device__ __forceinline__ void add_partials(const View<const dtype>& Q, const View<const dtype>& K,
+                                             const View<const dtype>& V, const View<const dtype>& dO, const float* LSE,
+                                             const float* delta, const View<dtype>& dK, const View<dtype>& dV,
+                                             int group, const Score& score, const float* dKV_partials,
+                                             const RowTile& rows, int kv_head, int H, long long first, int count) {
     const SeqlenInfo sequence(score, rows.b);
-    const int kv_head = blockIdx.y, H = gridDim.y * group;
-    const long long tile = first_n_block<BLOCK_N>(sequence) + rows.row0 / BLOCK_N;
     constexpr int CHUNKS_K = HEAD_DIM / 8, CHUNKS = CHUNKS_K + HEAD_DIM_V / 8;  // of 8 columns
     float nan_if_not_finite = 0.0f;
     for (int item = threadIdx.x; item < ROWS * CHUNKS; item += blockDim.x) {
@@ -62,14 +59,13 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
         const Gradient gradient = chunk < CHUNKS_K ? Gradient::dK : Gradient::dV;
         const int column = 8 * (chunk < CHUNKS_K ? chunk : chunk - CHUNKS_K);
         if (row >= sequence.key_rows()) break;
-        const long long from =
-            partial_index(tile * H + kv_head * group, gradient, row % BLOCK_N / 64 * 64, column / 64) +
-            Swizzled<64, 64>::chunk(row % 64, column % 64 / 8) / 4;
+        const long long from = partial_index(first, gradient, row % BLOCK_N / 64 * 64, column / 64) +
+                               Swizzled<64, 64>::chunk(row % 64, column % 64 / 8) / 4;
         float sum[8] = {};
 #pragma unroll 4
-        for (int head = 0; head < group; ++head) {
+        for (int i = 0; i < count; ++i) {
             const uint4 packed =
-                *reinterpret_cast<const uint4*>(dKV_partials + from + partial_index(head, Gradient::dK, 0, 0));
+                *reinterpret_cast<const uint4*>(dKV_partials + from + partial_index(i, Gradient::dK, 0, 0));
             const unsigned pairs[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
@@ -85,4 +81,18 @@ __device__ __forceinline__ void combine_group(const View<const dtype>& Q, const 
     if (!__syncthreads_or(nan_if_not_finite != 0.0f)) return;
     key_gradients_non_finite<ROWS, 8>(Q, K, V, dO, LSE, delta, dK, dV, group, score, rows.b, kv_head, H, rows.row0,
                                       threadIdx.x / 32);
+}
+
+// SPLIT_GROUP: the sums over the query heads of key/value head blockIdx.y.
+template <int ROWS>
+__device__ __forceinline__ void combine_group(const View<const dtype>& Q, const View<const dtype>& K,
+                                              const View<const dtype>& V, const View<const dtype>& dO, const float* LSE,
+                                              const float* delta, const View<dtype>& dK, const View<dtype>& dV,
+                                              int group, const Score& score, const float* dKV_partials) {
+    const RowTile rows = key_tile<ROWS>(score, blockIdx.x, blockIdx.z);
+    if (RAGGED && rows.invalid()) return;
+    const int kv_head = blockIdx.y, H = gridDim.y * group;
+    const long long tile = first_n_block<BLOCK_N>(SeqlenInfo(score, rows.b)) + rows.row0 / BLOCK_N;
+    add_partials<ROWS>(Q, K, V, dO, LSE, delta, dK, dV, group, score, dKV_partials, rows, kv_head, H,
+                       tile * H + kv_head * group, group);
 }

@@ -42,7 +42,7 @@ __device__ __forceinline__ bool store_dKV(const Block& block, unsigned consumer,
     if (threadIdx.x % CONSUMER_THREADS == 0) {
 #pragma unroll
         for (int slab = 0; slab < (2 * R + 63) / 64; ++slab)
-            if constexpr (SPLIT_GROUP)
+            if (SPLIT_GROUP || block.slot() >= 0)
                 bulk_store(block.partial(work_tile, GRADIENT, key_offset, slab + first_slab),
                            tile + slab * SmemLayout::SLAB_BYTES, PARTIAL_SLAB_BYTES);
             else

@@ -51,7 +51,14 @@ static_assert(!DETERMINISTIC || !(RAGGED || Head::HAS_BLOCK_MAP),
 // first key's index) and wraps around. The blocks of a head, which start together, then work on different dQ tiles and
 // rarely wait for a first store. Blocks with n0 >= Sq start at row 0.
 constexpr bool ROTATED = FIRST_BLOCK_STORES && !Head::HAS_LEFT_BOUND && !Head::HAS_RIGHT_BOUND && !Head::HAS_BLOCK_MAP;
+#if STREAM_K
+using MBlocks = PartOfMBlocks;
+static_assert(!(RAGGED || DETERMINISTIC || SPLIT_GROUP || Head::HAS_LEFT_BOUND || Head::HAS_RIGHT_BOUND ||
+                Head::HAS_BLOCK_MAP),
+              "all work tiles are equally long");
+#else
 using MBlocks = MBlockRange<N0_IN_REGISTER, ROTATED, BwdWorkTile, ALTERNATING>;
+#endif
 
 // Shared memory: offsets in bytes.
 extern __shared__ __align__(1024) char smem[];
@@ -82,6 +89,21 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     Barriers::init_stages(base);
     for (unsigned consumer = 0; consumer < 2; ++consumer) Barriers::init_dQ_dS(base, consumer);
     fence_proxy_async();
+}
+
+// STREAM_K: the block's work tile, or its part of one.
+__device__ __forceinline__ volatile WorkTilePart& part_of_block() {
+    return *reinterpret_cast<volatile WorkTilePart*>(smem + WORK_TILE_AT);
+}
+
+// heads: query heads per work tile.
+__device__ __forceinline__ MBlocks m_blocks_of(const BwdWorkTile& work_tile, const Head& head0,
+                                               const GroupBlockMap& map, int heads) {
+#if STREAM_K
+    return MBlocks(part_of_block(), heads, head0.Sq);
+#else
+    return MBlocks{head0, map, heads, work_tile.n_block * BLOCK_N, work_tile.descending};
+#endif
 }
 
 // Values that all warps of a block use.
@@ -115,11 +137,15 @@ struct BwdBlock {
     __device__ __forceinline__ BwdWorkTile reload_work_tile() const {
         return load_work_tile(smem + WORK_TILE_AT, work_tile_heads(params.Hk, params.group));
     }
-    // SPLIT_GROUP: where a slab of the partial dK or dV of the reloaded work tile begins (bwd_combine_group.cuh).
+    // STREAM_K: slot of the block's part of a work tile; < 0: the block has all of it.
+    __device__ __forceinline__ int slot() const { return STREAM_K ? part_of_block().slot : -1; }
+    // SPLIT_GROUP, STREAM_K: where a slab of the partial dK or dV of the reloaded work tile begins
+    // (bwd_combine_group.cuh).
     __device__ __forceinline__ float* partial(const BwdWorkTile& reloaded, Gradient gradient, int key_offset,
                                               int slab) const {
         const long long tile = first_n_block<BLOCK_N>(reloaded.sequence(params.score)) + reloaded.n_block;
-        return params.dKV_partials + partial_index(tile * H + reloaded.work_head, gradient, key_offset, slab);
+        const long long number = STREAM_K ? slot() : tile * H + reloaded.work_head;
+        return params.dKV_partials + partial_index(number, gradient, key_offset, slab);
     }
 };
 

@@ -2,6 +2,7 @@
 // key/value head, or with SPLIT_GROUP (bwd_combine_group.cuh) of a query head.
 #pragma once
 #include <hopper.cuh>
+#include "bwd_stream_k.cuh"
 #include "longest_first.cuh"
 #include "m_block_range.cuh"
 #include "score_mod.cuh"
@@ -11,14 +12,16 @@
 // under which a block has no work tile. If DETERMINISTIC, semaphore_target must count the work tiles in the same order:
 // otherwise blocks can deadlock.
 //
+// STREAM_K: whole work tiles in the order of blockIdx, then parts of work tiles (bwd_stream_k.cuh).
+//
 // RAGGED: entry blockIdx of the list that bwd_wgmma_scheduler has sorted, longest first (longest_first.cuh).
 //
 // L2_HEAD_GROUPS (causal, or DETERMINISTIC; here `group` is an L2 head group): the grid is (heads of a group, n_blocks,
 // groups), so that the same n_block of all heads of a group starts together. Causal: the first n_blocks of a head have
 // the most m_blocks and, unless DETERMINISTIC, start first; the short work tiles at the end of a group balance the
 // load. Without groups, the heads would start one after the other: the longest work tiles of the last head would start
-// when other SMs are already idle. Unless DETERMINISTIC, the groups start from the last heads to the first ones: a group
-// with fewer heads than the others, and fewer short work tiles, is the first one.
+// when other SMs are already idle. Unless DETERMINISTIC, the groups start from the last heads to the first ones: a
+// group with fewer heads than the others, and fewer short work tiles, is the first one.
 //
 // DETERMINISTIC: work tiles are numbered in this order. A block takes the next number from the tile counter when it
 // starts, not its blockIdx, so that it waits only for work tiles that have started.
@@ -77,6 +80,8 @@ struct BwdWorkTile {
                  entry.extent.Sk} {}
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b, extent); }
 #else
+    explicit __device__ __forceinline__ BwdWorkTile(const volatile WorkTilePart& part)
+        : n_block(uniform(part.n_block)), work_head(uniform(part.kv_head)), b(uniform(part.b)) {}
     __device__ __forceinline__ SeqlenInfo sequence(const Score& score) const { return SeqlenInfo(score, b); }
 #endif
     // DETERMINISTIC: whether the work tiles of a head start, and add to dQ, from its last n_block to its first one.
@@ -103,6 +108,8 @@ __device__ __forceinline__ void copy_work_tile(char* slot, const int* work_tiles
 __device__ __forceinline__ BwdWorkTile load_work_tile(const char* slot, unsigned work_heads) {
 #if RAGGED
     return BwdWorkTile(*reinterpret_cast<const volatile WorkTile*>(slot));
+#elif STREAM_K
+    return BwdWorkTile(*reinterpret_cast<const volatile WorkTilePart*>(slot));
 #else
     return BwdWorkTile(DETERMINISTIC ? uniform(*reinterpret_cast<const volatile unsigned*>(slot)) : 0, work_heads);
 #endif

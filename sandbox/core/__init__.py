@@ -21,6 +21,7 @@ __all__ = [
     "picture",
     "problem",
     "process",
+    "query_splits",
     "registry",
     "score",
     "score_errors",

@@ -82,7 +82,7 @@ def best(p: Problem) -> tuple[int, int]:
     if p.Dv <= 128 < p.D <= 192 and most_keys(p) >= 128 and not p.bias_tiles:
         return 128, 128  # experiment 024
     if width > 128:
-        few_keys = short or p.bias_tiles or (width > 192 and (simple or p.options == {'window'}))
+        few_keys = short or p.bias_tiles or (width > 192 and (simple or p.options == {"window"}))
         return 128, 64 if few_keys else 80
     if p.bias_tiles:
         return 128 if short else 192, 64

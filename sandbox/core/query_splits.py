@@ -1,0 +1,78 @@
+"""Splitting work tiles of the backward by queries (include/bwd_stream_k.cuh): stream-K without a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import NamedTuple
+
+from .normalise import cdiv
+from .problem import Problem
+from .tile import Tile
+
+MIN_SHARE = 2  # m_blocks of a part of a work tile: about the time that a block needs to begin and end
+LOST, LEAST_SAVED = 9, 0.01  # m_blocks that splitting costs, and share of the time that it must save
+
+
+class Split(NamedTuple):
+    """How the work tiles that do not fill a wave are split: StreamKParts of the kernel."""
+
+    full_wave_tiles: int  # work tiles that are not split: those of full waves, or all
+    tiles: int  # of a period of the others: they are divided into so many shares
+    shares: int
+
+    @property
+    def inverse(self) -> int:
+        """Of `shares`, modulo `tiles`."""
+        return pow(self.shares, -1, self.tiles)
+
+
+def work_tiles(p: Problem, t: Tile) -> int:
+    """Number of work tiles: n_blocks of all key/value heads."""
+    return p.B * p.Hk * p.key_tiles(t.BLOCK_N)
+
+
+def split(p: Problem, t: Tile) -> Split:
+    """The split for `t.BLOCKS` SMs, with shares of at least MIN_SHARE m_blocks of each head."""
+    count = work_tiles(p, t)
+    rest = count % t.BLOCKS
+    shares = min(t.BLOCKS, rest * cdiv(p.Sq, t.BLOCK_M) // MIN_SHARE)
+    if shares <= rest:
+        return Split(count, 1, 1)
+    divisor = gcd(rest, shares)
+    return Split(count - rest, rest // divisor, shares // divisor)
+
+
+def split_work_tiles(p: Problem, t: Tile) -> int:
+    """Number of work tiles that are split."""
+    return work_tiles(p, t) - split(p, t).full_wave_tiles
+
+
+def parts(p: Problem, t: Tile) -> int:
+    """Number of parts of all work tiles that are split."""
+    _, tiles, shares = split(p, t)
+    return split_work_tiles(p, t) // tiles * (tiles + shares - 1)
+
+
+def grid(p: Problem, t: Tile) -> tuple[int, int, int]:
+    """That of the work tiles, and blocks for the parts."""
+    tiles, blocks = p.key_tiles(t.BLOCK_N), split(p, t).full_wave_tiles + parts(p, t)
+    return tiles, p.Hk, cdiv(blocks, tiles * p.Hk) if blocks else 0
+
+
+def pays(p: Problem, t: Tile) -> bool:
+    """Whether the last wave gets shorter by more than it costs that parts begin and end, that m_blocks of all heads of
+    a group are rounded, and that partial results are added (experiments/013_hopper_backward)."""
+    count, m_blocks = work_tiles(p, t), p.group * cdiv(p.Sq, t.BLOCK_M)
+    if not split_work_tiles(p, t):
+        return False
+    saved = m_blocks * (1 - count % t.BLOCKS / t.BLOCKS) - LOST - p.group
+    return saved >= LEAST_SAVED * cdiv(count, t.BLOCKS) * (m_blocks + MIN_SHARE)
+
+
+NUMBERS: dict[str, Callable[[Problem, Tile], int]] = {
+    "full_wave_tiles": lambda p, t: split(p, t).full_wave_tiles,
+    "tiles_of_period": lambda p, t: split(p, t).tiles,
+    "shares_of_period": lambda p, t: split(p, t).shares,
+    "inverse": lambda p, t: split(p, t).inverse,
+}
