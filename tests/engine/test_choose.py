@@ -23,8 +23,8 @@ ATTENTION = {name: kernel for name, kernel in registry.kernels().items() if not 
 @pytest.mark.parametrize(
     ("problem", "deterministic", "name"),
     [
-        (Problem(4, 32, 4096, 4096, 64, dtype="float16"), False, "bwd_wgmma"),
-        (Problem(4, 16, 4096, 4096, 128, dtype="float16"), False, "bwd_wgmma"),
+        (Problem(8, 32, 2048, 2048, 64, dtype="float16"), False, "bwd_wgmma"),
+        (Problem(4, 16, 4096, 4096, 128, dtype="float16"), False, "bwd_wgmma_stream_k"),
         (Problem(4, 16, 4096, 4096, 128, dtype="float16"), True, "bwd_wgmma_deterministic"),
         (Problem(4, 32, 4096, 4096, 64, dtype="float16"), True, "bwd_wgmma_deterministic"),
         (Problem(16, 32, 512, 512, 64, dtype="bfloat16", causal="bottom-right"), False, "bwd_wgmma_persistent"),
@@ -38,7 +38,7 @@ ATTENTION = {name: kernel for name, kernel in registry.kernels().items() if not 
             False,
             "bwd_wgmma_split_group",
         ),
-        (Problem(1, 16, 8192, 8192, 128, Hk=4, dtype="bfloat16"), False, "bwd_wgmma"),
+        (Problem(1, 16, 8192, 8192, 128, Hk=4, dtype="bfloat16"), False, "bwd_wgmma_stream_k"),
         (Problem(1, 16, 1024, 1024, 128, dtype="bfloat16"), False, "bwd_wgmma"),
     ],
 )
@@ -121,7 +121,7 @@ P = Problem(2, 16, 4096, 4096, 128, dtype="float16")
         ("bwd_wgmma", (10, 0), {}, "wgmma exists on 9.0 only (use bwd_mma)"),
         ("fwd_wgmma_fp8", (8, 9), {"dtype": "float8_e4m3"}, "the kernel runs on 9.0 only (use fwd_mma_fp8)"),
         ("fwd_wgmma", (7, 5), {}, "the kernel runs on 9.0 only (use fwd_block2d)"),
-        ("bwd_wgmma_persistent", HOPPER, {}, "head dimensions are at most 64 (use bwd_wgmma)"),
+        ("bwd_wgmma_persistent", HOPPER, {}, "head dimensions are at most 64 (use bwd_wgmma_stream_k)"),
         ("fwd_wgmma", HOPPER, {"mappable": False}, "by TMA (pass contiguous copies, or use fwd_mma)"),
         ("fwd_mma", HOPPER, {"D": 60, "Dv": 60}, "(pad D with zeros to 64, or use fwd_block2d)"),
         ("fwd_decode_wgmma", HOPPER, {"page_size": 16}, "into contiguous k and v, or use fwd_wgmma)"),

@@ -23,7 +23,7 @@ from sandbox.verify.cases import Array
 
 KERNELS = list(registry.kernels().values())
 FORWARD = [k for k in KERNELS if k.computes == "forward" and takes_causal(k)]  # not latent: v is not k here
-BACKWARD = [kernel for kernel in KERNELS if kernel.computes == "backward"]
+BACKWARD = [k for k in KERNELS if k.computes == "backward" and takes_causal(k)]
 by_name = lambda kernel: kernel.name  # noqa: E731
 LARGEST = {"float32": 3.4e38, "bfloat16": 3.39e38, "float16": 65504.0, **FLOAT8}
 # Of q, k, v in PyTorch's test `large_bf16_nan_values`, or as large as the dtype allows.
