@@ -7,7 +7,7 @@
 // clang-format off
 //   warp 0      loads K and V once, Q and dO per m_block (STAGES tiles of each, with a full and an empty mbarrier)
 //   warp 1      loads LSE and delta per m_block
-//   warps 2, 3  dQ-store warps (BLOCK_N = 128): TMA stores or adds one consumer's dQ from shared memory to dQ_accum
+//   warps 2, 3  dQ-store warps: TMA stores or adds one consumer's dQ from shared memory to dQ_accum
 //   consumers   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q | dQ = dS K       S1: S^T of m_block 1
 //     wgmmas    S1  dP1           dQ0  dV1  dK1  S2  dP2           dQ1  dV2 ...   one consumer, HEAD_DIM <= 128
 //     others        | P1   dS1 |      stage dQ0      | P2   dS2 |      stage dQ1  its other instructions
@@ -17,9 +17,9 @@
 //     (bwd_consumer_narrow_v.cuh).
 //   BLOCK_N = 64 (other HEAD_DIM > 128, and if the case above spills): a consumer owns half of the queries of P^T and
 //     dS^T, and half of the columns of dK, dV and dQ (bwd_consumer_wide.cuh). No ping-pong; the wgmmas are S1 dP1 dV1
-//     dQ1 dK1 S2 ... Consumers add dQ from registers (red.global.add), ordered by warps 2 and 3 if DETERMINISTIC.
-//   shared memory: K, V [BLOCK_N] | Q, dO [STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] |
-//                  dQ if BLOCK_N = 128, P [2][BLOCK_M][BLOCK_N] if 64 |
+//     dQ1 dK1 S2 ... If DETERMINISTIC, consumers add dQ from registers (red.global.add), ordered by warps 2 and 3.
+//   shared memory: K, V [BLOCK_N] | Q [STAGES][BLOCK_M] | dO [DO_STAGES][BLOCK_M] | dS [2][BLOCK_M][BLOCK_N] |
+//                  P [2][BLOCK_M][BLOCK_N] if BLOCK_N = 64 | dQ, unless the consumers add it |
 //                  bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 // The first block that reaches a dQ tile stores, the others add in any order: the last bits of dQ vary between runs,
@@ -88,9 +88,10 @@ __device__ __forceinline__ void load_tiles(const BwdBlock& block, const TensorMa
         TIMELINE(wait_empty);
         dOPipeline::acquire(base, i);
         TIMELINE(load);
-        load_query_tile<SmemLayoutdO>(base + dO_AT + stage * SmemLayoutdO::BYTES, params.dO_tile_map, params.dO,
+        const unsigned dO_stage = stage_of<DO_STAGES>(i);
+        load_query_tile<SmemLayoutdO>(base + dO_AT + dO_stage * SmemLayoutdO::BYTES, params.dO_tile_map, params.dO,
                                       block.head0, block.b, block.first_head() + head, m0,
-                                      dOPipeline::full(base, stage));
+                                      dOPipeline::full(base, dO_stage));
     });
     TIMELINE(done);
 }
@@ -192,7 +193,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         setmaxnreg_dec<LOAD_WARP_REGISTERS>();
         if (warp == 0 && elect()) load_tiles(block, bias_map);
         else if (warp == 1) load_stats(block);
-        else if ((!SPLIT_HEAD_DIM || DETERMINISTIC) && warp >= 2 && elect()) dQ_warp(block, warp);
+        else if (warp >= 2 && elect()) dQ_warp(block, warp);
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();

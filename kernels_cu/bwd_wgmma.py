@@ -35,16 +35,19 @@ def dv_pad(p: Problem, t: Tile) -> int:
     return 128 if p.D > 128 and p.Dv <= 128 else d_pad(p, t)
 
 
-def smem_bytes(p: Problem, t: Tile) -> int:
-    """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; P if BLOCK_N = 64 (the consumers split the head
-    dimension), otherwise dQ; mbarriers; a column of the block map."""
+def smem_bytes(p: Problem, t: Tile, deterministic: bool = False) -> int:
+    """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; dQ; mbarriers; a column of the block map. BLOCK_N = 64
+    (the consumers split the head dimension): also P; one stage of dO and half of dQ or, if deterministic, no dQ."""
     row_bytes = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # a row of Q and one of dO, or of K and V
     dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     if narrow_v(p, t):
         dQ = 4 * 64 * 96  # of one consumer: they stage dQ in turn
     dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
     loaded = t.BLOCK_N * row_bytes + t.STAGES * (t.BLOCK_M * (row_bytes + 8) + (dS // 2 if p.bias else 0))
-    return loaded + dS + (dS if t.BLOCK_N == 64 else dQ) + 256 + (8 * MAP_WORDS if p.has_block_map else 0)
+    if t.BLOCK_N == 64:
+        loaded += dS
+        dQ = 0 if deterministic else 4 * 64 * 128 - (t.STAGES - 1) * t.BLOCK_M * 128 * cdiv(dv_pad(p, t), 64)
+    return loaded + dS + dQ + 256 + (8 * MAP_WORDS if p.has_block_map else 0)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -112,7 +115,7 @@ def dQ_accum_with_semaphores(p: Problem, t: Tile) -> tuple[int, int]:
 def dQ_accum(p: Problem, t: Tile) -> tuple[int, int]:
     """As above; without semaphores all elements are zeroed. Ragged: `bwd_wgmma_scheduler` zeroes the counters."""
     elements, counters = dQ_accum_with_semaphores(p, t)
-    if t.BLOCK_N == 64 or (p.ragged and p.D <= 64):  # HAS_SEMAPHORES of dq_semaphore.cuh is false
+    if p.ragged and p.D <= 64:  # HAS_SEMAPHORES of dq_semaphore.cuh is false
         return elements, elements
     return elements, 0 if p.ragged else counters
 
@@ -310,6 +313,7 @@ deterministic_kernel = replace(
     supports=supports_deterministic,
     macros={"DETERMINISTIC": 1},
     grid=deterministic_grid,
+    smem_bytes=lambda p, t: smem_bytes(p, t, deterministic=True),
     scratch={**nondeterministic.scratch, "dQ_accum": dQ_accum_with_semaphores},
     then=tuple(
         replace(entry, name="bwd_wgmma_deterministic_postprocess")

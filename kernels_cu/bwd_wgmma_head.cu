@@ -20,6 +20,7 @@
 // It is faster than bwd_wgmma if Q, dO and dQ_accum of all resident heads (one per SM) fit in L2 (132 heads of 512
 // rows: 35 MB) and there are enough heads for all SMs. H200, float16, B32 H32 S512 D64: 351 TFLOP/s, causal 216
 // (bwd_wgmma: 317 and 199). S1024: 344 (bwd_wgmma: 433). Other shapes: experiments/013_hopper_backward.
+#define DETERMINISTIC 0  // for bwd_tiles.cuh
 #define TIMELINE_BRANCH 1
 #define FALLBACK_INLINE __forceinline__
 #include "bwd_epilogue.cuh"

@@ -3,11 +3,14 @@
 // bwd_wgmma.cu.
 //
 // Both consumers work on the same 64 keys. A consumer computes P^T and dS^T of half of the queries and stores both in
-// shared memory. It owns half of the columns of dK, dV and dQ, and adds dQ to dQ_accum itself. No ping-pong; dQ is
-// computed in the same iteration: the wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ...
+// shared memory. It owns half of the columns of dK, dV and dQ. No ping-pong; dQ is computed in the same iteration: the
+// wgmmas are S1 dP1 dV1 dQ1 dK1 S2 ... A dQ-store warp adds dQ from shared memory, which has space for half of a
+// consumer's dQ: the consumer writes the second half in the next iteration. If DETERMINISTIC, the next work tile would
+// wait for that, and the consumer adds dQ from registers.
 #pragma once
 
-// A dQ warp, only if DETERMINISTIC: orders the additions of one consumer, which adds dQ itself.
+#if DETERMINISTIC
+// A dQ warp: orders the additions of one consumer, which adds dQ itself.
 __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     const unsigned consumer = warp - 2;
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
@@ -19,6 +22,39 @@ __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     });
     TIMELINE(done);
 }
+#else
+constexpr unsigned DQ_HALF_BYTES = 4 * DQ_CONSUMER_FLOATS / 2;  // half of the columns of a consumer's dQ
+
+// Shared memory of a consumer's dQ, for one half at a time.
+__device__ __forceinline__ SmemAddr own_dQ(SmemAddr base, unsigned consumer) {
+    return base + dQ_AT + consumer * DQ_HALF_BYTES;
+}
+
+// A dQ-store warp: adds one consumer's dQ from shared memory to dQ_accum in L2, or stores it (dq_semaphore.cuh).
+__device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
+    dQAccumulation<BwdBlock> accumulation{block};
+    const unsigned consumer = warp - 2;
+    block.m_blocks.for_each([&](unsigned i, int head, int m0) {
+        TIMELINE(wait_dQ);
+        accumulation.wait_turn(head, m0, consumer);
+        bool stores = false;
+#pragma unroll 1
+        for (unsigned half = 0; half < 2; ++half) {
+            mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), half);
+            TIMELINE(store_dQ);
+            if (half == 0) stores = accumulation.claim_first_store(head, m0, consumer);
+            float* const to = block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS + half * (DQ_HALF_BYTES / 4);
+            if (stores) bulk_store(to, own_dQ(block.base, consumer), DQ_HALF_BYTES);
+            else tma_reduce_add(to, own_dQ(block.base, consumer), DQ_HALF_BYTES);
+            tma_store_commit();
+            tma_store_wait_read();
+            mbarrier_arrive(Barriers::EmptydQ::at(block.base, consumer));
+        }
+        accumulation.signal_done(head, m0, consumer);
+    });
+    TIMELINE(done);
+}
+#endif
 
 // A consumer warpgroup.
 struct ConsumerWarpgroup {
@@ -71,11 +107,66 @@ struct ConsumerWarpgroup {
         mma_dQ(dQ, SmemLayoutPdS::k_major(base + dS_at),
                SmemLayoutK::mn_major(base + K_AT + consumer * (COLS / 64 * SmemLayoutK::SLAB_BYTES)));
     }
+#if DETERMINISTIC
     // Address in dQ_accum of the lane's first accumulator.
     __device__ __forceinline__ float* dQ_address() const {
         return block.dQ_tile(head, m0) + consumer * DQ_CONSUMER_FLOATS + warp % 4 * DQ_FRAGMENT_FLOATS +
                threadIdx.x % 32 * 4;
     }
+    // Adds dQ to dQ_accum, or stores it. STORES: a compile-time flag, so that there is no branch in the loop.
+    template <bool STORES>
+    static __device__ __forceinline__ void add_or_store(float* to, const float (&dQ)[COLS / 2]) {
+#pragma unroll
+        for (int k = 0; k < COLS / 2; k += 4) {
+            const float accum[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
+            if (STORES) store_floats(to + k / 4 * DQ_CHUNK_FLOATS, accum);
+            else add_floats(to + k / 4 * DQ_CHUNK_FLOATS, accum);
+        }
+    }
+    // Waits for dV and dQ, and adds dQ when it is the work tile's turn.
+    __device__ __forceinline__ void finish_dQ(float (&dQ)[COLS / 2]) const {
+        // Computed while the wgmmas run.
+        float* const address = pin_address(dQ_address());
+        const bool stores = block.semaphore_target(m0) == 0;
+        TIMELINE(wait_dQ);
+        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2);
+        wgmma_wait<1>();  // dV and dQ
+        release_stage<dOPipeline>(base, i, lane == 0);
+        warpgroup_fence_operand(dQ);
+        TIMELINE(store_dQ);
+        if (stores) add_or_store<true>(address, dQ);
+        else add_or_store<false>(address, dQ);
+        __syncwarp();  // all lanes have added
+        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+    }
+    __device__ __forceinline__ void finish_previous_dQ() const {}
+#else
+    float second_dQ[COLS / 4];  // the second half of dQ, until the next m_block
+
+    // Writes a half of dQ to shared memory, when the dQ-store warp has read the other one.
+    template <int HALF>
+    __device__ __forceinline__ void stage_half_dQ(const float (&half)[COLS / 4]) const {
+        mbarrier_wait(Barriers::EmptydQ::at(base, consumer), HALF ^ 1);  // the first wait returns at once
+        stage_dQ(own_dQ(base, consumer), half);
+        fence_proxy_async();
+        __syncwarp();  // all lanes have written
+        if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
+    }
+    // Waits for dV and dQ, and writes the first half of dQ to shared memory.
+    __device__ __forceinline__ void finish_dQ(float (&dQ)[COLS / 2]) {
+        wgmma_wait<2>();  // dV
+        release_stage<dOPipeline>(base, i, lane == 0);
+        wgmma_wait<1>();  // dQ
+        warpgroup_fence_operand(dQ);
+        TIMELINE(store_dQ);
+        float first_dQ[COLS / 4];
+#pragma unroll
+        for (int k = 0; k < COLS / 4; ++k) first_dQ[k] = dQ[k], second_dQ[k] = dQ[COLS / 4 + k];
+        stage_half_dQ<0>(first_dQ);
+    }
+    // Writes the second half of the previous m_block's dQ to shared memory.
+    __device__ __forceinline__ void finish_previous_dQ() const { stage_half_dQ<1>(second_dQ); }
+#endif
 
     // Computes P^T from S^T: score modification, mask, exponential. derivative: see apply_score_mod.
     __device__ __forceinline__ void recompute_P(float (&S)[M / 2], unsigned (&derivative)[M / 16][4],
@@ -134,6 +225,7 @@ struct ConsumerWarpgroup {
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);  // both consumers have written P
         TIMELINE(dP);
         mma_dKV_own_columns(dV, P_at, dO_at, accumulates);
+        if (accumulates) finish_previous_dQ();
         wgmma_wait<1>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
@@ -145,41 +237,15 @@ struct ConsumerWarpgroup {
         mma_dKV_own_columns(dK, dS_at, Q_at, accumulates);
 
         TIMELINE(dQ);
-        // Computed while the wgmmas run.
-        float* const address = DETERMINISTIC ? pin_address(dQ_address()) : nullptr;
-        const bool stores = DETERMINISTIC && block.semaphore_target(m0) == 0;
-        if (DETERMINISTIC) {
-            TIMELINE(wait_dQ);
-            mbarrier_wait(Barriers::EmptydQ::at(base, consumer), i % 2);  // it is this work tile's turn
-        }
-        wgmma_wait<1>();  // dV and dQ
-        release_stage<dOPipeline>(base, i, lane == 0);
-        warpgroup_fence_operand(dQ);
-        TIMELINE(store_dQ);
-        float* const to = DETERMINISTIC ? address : dQ_address();
-        if (stores) add_or_store<true>(to, dQ);
-        else add_or_store<false>(to, dQ);
-        if (DETERMINISTIC) {
-            __syncwarp();  // all lanes have added
-            if (lane == 0) mbarrier_arrive(Barriers::FulldQ::at(base, consumer));
-        }
+        finish_dQ(dQ);
         block.m_blocks.advance(head, m0);
         ++i;
-    }
-    // Adds dQ to dQ_accum, or stores it. STORES: a compile-time flag, so that there is no branch in the loop.
-    template <bool STORES>
-    static __device__ __forceinline__ void add_or_store(float* to, const float (&dQ)[COLS / 2]) {
-#pragma unroll
-        for (int k = 0; k < COLS / 2; k += 4) {
-            const float accum[4] = {dQ[k], dQ[k + 1], dQ[k + 2], dQ[k + 3]};
-            if (STORES) store_floats(to + k / 4 * DQ_CHUNK_FLOATS, accum);
-            else add_floats(to + k / 4 * DQ_CHUNK_FLOATS, accum);
-        }
     }
 
     // After the mainloop: stores dV and dK. Returns whether a value of dV or dK is not finite.
     __device__ __forceinline__ bool epilogue() {
         TIMELINE(store);
+        finish_previous_dQ();
         warpgroup_fence_operand(dV);  // the last iteration has waited for it
         bool non_finite = store_dV();
         wgmma_wait<0>();

@@ -16,6 +16,10 @@ static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows of a tensor map ar
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the tiles of V and dO are not wider than those of K and Q");
 static_assert(!NARROW_V || (HEAD_DIM <= 192 && HEAD_DIM_V <= 128), "wider heads exceed the register file");
 
+// Whether, with BLOCK_N = 64, shared memory has dQ instead of a second stage of dO (bwd_consumer_wide.cuh).
+constexpr bool STAGES_DQ = BLOCK_N == 64 && !DETERMINISTIC;
+constexpr unsigned DO_STAGES = STAGES_DQ ? 1 : STAGES;
+
 using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
 using SmemLayoutdO = Swizzled<BLOCK_M, DV_PAD>;
 using SmemLayoutK = Swizzled<BLOCK_N, D_PAD>;
@@ -58,7 +62,7 @@ struct BwdParams {
 template <unsigned AT>
 struct BwdBarriers {
     using QPipeline = Pipeline<AT>;  // full: Q (and the bias) by TMA; LSE and delta
-    using dOPipeline = Pipeline<QPipeline::END>;
+    using dOPipeline = Pipeline<QPipeline::END, DO_STAGES>;
     using FulldQ = BarrierArray<dOPipeline::END, 2>;  // a consumer has staged its dQ for the dQ-store warp
     // EmptydQ[c]: the dQ-store warp has read the staged dQ of consumer c. NARROW_V: of consumer c ^ 1, because both
     // stage in the same buffer.
@@ -75,6 +79,7 @@ struct BwdBarriers {
         for (unsigned stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(QPipeline::full(base, stage), 2);   // arrivals: the TMA load; LSE and delta
             mbarrier_init(QPipeline::empty(base, stage), 8);  // one lane per consumer warp
+            if (stage >= DO_STAGES) continue;
             mbarrier_init(dOPipeline::full(base, stage), 1);
             mbarrier_init(dOPipeline::empty(base, stage), 8);
         }
@@ -87,13 +92,14 @@ struct BwdBarriers {
     }
 };
 
-// Offsets in shared memory of the tiles of m_block i: STAGES tiles of Q at byte Q_TILES and of dO at byte dO_TILES; dS
+// Offsets in shared memory of the tiles of m_block i: the stages of Q at byte Q_TILES and of dO at byte dO_TILES; dS
 // of even and of odd m_blocks at byte dS_TILES.
 template <unsigned Q_TILES, unsigned dO_TILES, unsigned dS_TILES>
 struct BwdTileOffsets {
     const unsigned stage, Q_at, dO_at, dS_at, previous_dS_at;
     explicit __device__ __forceinline__ BwdTileOffsets(unsigned i)
-        : stage(stage_of(i)), Q_at(Q_TILES + stage * SmemLayoutQ::BYTES), dO_at(dO_TILES + stage * SmemLayoutdO::BYTES),
+        : stage(stage_of(i)), Q_at(Q_TILES + stage * SmemLayoutQ::BYTES),
+          dO_at(dO_TILES + stage_of<DO_STAGES>(i) * SmemLayoutdO::BYTES),
           dS_at(dS_TILES + i % 2 * SmemLayoutPdS::BYTES),
           previous_dS_at(dS_TILES + (i % 2 ^ 1) * SmemLayoutPdS::BYTES) {}
 };

@@ -9,7 +9,7 @@
 //   0                     tile counter, used only if DETERMINISTIC (fetch_tile_number) and in bwd_wgmma_persistent
 //   SEMAPHORES_INDEX      two semaphores per dQ tile, one per consumer
 //   accumulators_index    the dQ tiles (bwd_tiles.cuh), aligned to ACCUM_ALIGNMENT: an L2 line of 128 bytes or, if
-//                         the consumers themselves add dQ (BLOCK_N = 64), the 512 bytes that a warp adds at a time
+//                         the consumers themselves may add dQ (BLOCK_N = 64), the 512 bytes that a warp adds at a time
 //
 // Only the tile counter and the semaphores are zeroed, because the first block stores. Without HAS_SEMAPHORES dQ_accum
 // has only the dQ tiles, which are zeroed, and all blocks add.
@@ -18,7 +18,7 @@
 // the order of their work tiles.
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
 // Ragged, D <= 64: 1% slower with semaphores.
-constexpr bool HAS_SEMAPHORES = DETERMINISTIC || (BLOCK_N == 128 && !(RAGGED && HEAD_DIM <= 64));
+constexpr bool HAS_SEMAPHORES = DETERMINISTIC || !(RAGGED && HEAD_DIM <= 64);
 // Index: int in the store warps of bwd_wgmma_persistent, which have few registers.
 template <class Index>
 __device__ __forceinline__ long long semaphore_index(Index dQ_tile, unsigned consumer) {

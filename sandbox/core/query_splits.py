@@ -11,7 +11,8 @@ from .problem import Problem
 from .tile import Tile
 
 MIN_SHARE = 2  # m_blocks of a part of a work tile: about the time that a block needs to begin and end
-LOST, LEAST_SAVED = 9, 0.01  # m_blocks that splitting costs, and share of the time that it must save
+LOST = 9  # m_blocks that splitting costs
+LEAST_SAVED = {128: 0.01, 64: 0.04}  # by BLOCK_N: share of the time that it must save
 
 
 class Split(NamedTuple):
@@ -67,7 +68,7 @@ def pays(p: Problem, t: Tile) -> bool:
     if not split_work_tiles(p, t):
         return False
     saved = m_blocks * (1 - count % t.BLOCKS / t.BLOCKS) - LOST - p.group
-    return saved >= LEAST_SAVED * cdiv(count, t.BLOCKS) * (m_blocks + MIN_SHARE)
+    return saved >= LEAST_SAVED[t.BLOCK_N] * cdiv(count, t.BLOCKS) * (m_blocks + MIN_SHARE)
 
 
 NUMBERS: dict[str, Callable[[Problem, Tile], int]] = {
