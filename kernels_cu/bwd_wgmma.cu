@@ -26,8 +26,10 @@
 // those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
 // Semaphores select the first block and define the order. Without HAS_SEMAPHORES, dQ_accum is zeroed before the launch
 // and all blocks add (dq_semaphore.cuh). With SPLIT_GROUP (bwd_wgmma_split_group) a work tile has one query head of a
-// group, and bwd_combine_group.cuh adds the dK and dV of the group's heads. Warp roles: FlashAttention-3 (Shah et al.
-// 2024, arXiv:2407.08608). Which header to edit for which change: docs/hopper-backward.md.
+// group; with STREAM_K (bwd_wgmma_stream_k) the work tiles that do not fill a wave are split by queries
+// (bwd_stream_k.cuh). bwd_combine_group.cuh adds the dK and dV of a group's heads, or of the parts. Warp roles:
+// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Which header to edit for which change:
+// docs/hopper-backward.md.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else
@@ -115,8 +117,8 @@ __device__ __forceinline__ void load_stats(const BwdBlock& block) {
 #endif
 
 // Computes dK and dV of the n_block again if one of their values is not finite (non_finite.cuh). Possible causes: a
-// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE. With SPLIT_GROUP, bwd_wgmma_combine
-// computes them again.
+// masked P is 0, but 0 * NaN = NaN; and P is NaN for a row with a large LSE. With SPLIT_GROUP, and for a part of a work
+// tile (STREAM_K), bwd_wgmma_combine computes them again.
 __device__ __forceinline__ void non_finite_fallback(const BwdBlock& block, bool non_finite) {
     const BwdParams& params = block.params;
     if (!SPLIT_GROUP && block.slot() < 0 && named_barrier_or(CONSUMERS_BARRIER, BOTH_CONSUMERS, non_finite)) {
@@ -183,7 +185,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
     if (RAGGED && threadIdx.x / 32 == 3) prefetch_next_work_tile(work_tiles);
     const BwdWorkTile work_tile = load_work_tile(smem + WORK_TILE_AT, work_tile_heads(Hk, group));
     // There are more blocks than work tiles in a ragged batch, and in an incomplete L2 head group.
-    if (((RAGGED || STREAM_K) && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
+    if ((RAGGED && work_tile.b < 0) || (L2_HEAD_GROUPS && work_tile.b >= B)) return;
     const int work_head = work_tile.work_head, b = work_tile.b, H = Hk * group;
     const Head head0(work_tile.sequence(score), work_head * heads_per_work_tile);
     const MBlocks m_blocks = m_blocks_of(work_tile, head0, map, heads_per_work_tile);
@@ -232,7 +234,7 @@ extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
 
 #if SPLIT_GROUP
 // SPLIT_GROUP: adds the dK and dV of the query heads of each group. A block has 16 keys of a key/value head.
-extern "C" __global__ __launch_bounds__(256) void bwd_wgmma_combine(
+extern "C" __global__ __launch_bounds__(256, 4) void bwd_wgmma_combine(
     const __grid_constant__ View<const dtype> Q, const __grid_constant__ View<const dtype> K,
     const __grid_constant__ View<const dtype> V, const __grid_constant__ View<const dtype> dO, const float* LSE,
     const float* delta, const __grid_constant__ View<dtype> dK, const __grid_constant__ View<dtype> dV, int group,

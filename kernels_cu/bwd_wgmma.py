@@ -38,16 +38,17 @@ def dv_pad(p: Problem, t: Tile) -> int:
 def smem_bytes(p: Problem, t: Tile, deterministic: bool = False) -> int:
     """Sum of: K, V; STAGES times Q, dO, LSE, delta, bias; dS; dQ; mbarriers; a column of the block map. BLOCK_N = 64
     (the consumers split the head dimension): also P; one stage of dO and half of dQ or, if deterministic, no dQ."""
-    row_bytes = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # a row of Q and one of dO, or of K and V
+    row_bytes = 128 * (cdiv(d_pad(p, t), 64) + cdiv(dv_pad(p, t), 64))  # a row of K and one of V
     dQ = 4 * 128 * (d_pad(p, t) if t.BLOCK_M == 128 else 64 if p.D > 64 else 32 if p.D > 32 else 16)
     if narrow_v(p, t):
         dQ = 4 * 64 * 96  # of one consumer: they stage dQ in turn
     dS = 2 * t.BLOCK_M * t.BLOCK_N * 2
-    loaded = t.BLOCK_N * row_bytes + t.STAGES * (t.BLOCK_M * (row_bytes + 8) + (dS // 2 if p.bias else 0))
+    P, dO_stages = 0, t.STAGES
     if t.BLOCK_N == 64:
-        loaded += dS
-        dQ = 0 if deterministic else 4 * 64 * 128 - (t.STAGES - 1) * t.BLOCK_M * 128 * cdiv(dv_pad(p, t), 64)
-    return loaded + dS + dQ + 256 + (8 * MAP_WORDS if p.has_block_map else 0)
+        P, dQ, dO_stages = dS, *((0, t.STAGES) if deterministic else (4 * 64 * 128, 1))
+    Q_and_dO = 128 * t.BLOCK_M * (t.STAGES * cdiv(d_pad(p, t), 64) + dO_stages * cdiv(dv_pad(p, t), 64))
+    loaded = t.BLOCK_N * row_bytes + Q_and_dO + t.STAGES * (8 * t.BLOCK_M + (dS // 2 if p.bias else 0))
+    return loaded + dS + P + dQ + 256 + (8 * MAP_WORDS if p.has_block_map else 0)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
@@ -330,6 +331,11 @@ def supports_stream_k(p: Problem, arch: Arch | None) -> str | None:
     return supports(p, arch)
 
 
+def check_stream_k_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
+    """As for bwd_wgmma; up to 1024 shares, so that the kernel can count units in 32 bits."""
+    return f"BLOCKS={t.BLOCKS} must be at most 1024" if t.BLOCKS > 1024 else check_tile(p, t, arch)
+
+
 def first_for_stream_k(p: Problem) -> bool:
     """Where splitting work tiles by queries pays, but not by query heads."""
     if supports_stream_k(p, None) or nondeterministic.max_D < p.D or split_group_pays(p):
@@ -348,6 +354,7 @@ stream_k = replace(
     supports=supports_stream_k,
     macros={"STREAM_K": 1},
     tiles=tuple(Tile(**t, BLOCKS=HOPPER_SMS) for t in nondeterministic.tiles),
+    check_tile=check_stream_k_tile,
     grid=query_splits.grid,
     first_for=first_for_stream_k,
     args=(*nondeterministic.args, *query_splits.NUMBERS),

@@ -1,10 +1,10 @@
 // SPLIT_GROUP: with grouped heads, a work tile of the backward is one n_block of one query head, not of all query heads
 // of a key/value head. There are H / Hk times as many work tiles, which fill the GPU if a batch has few key/value heads
 // or keys. Each work tile stores its own dK and dV in 16 bits; combine_group adds them, in float32 and in a fixed
-// order.
+// order. STREAM_K: so do the parts of a work tile (bwd_stream_k.cuh).
 //
-// dKV_partials, per n_block and query head: for each 64 keys the slabs of dK, then those of dV. A slab (64 keys x 64
-// columns) is a copy of the staged slab in shared memory, with the swizzle.
+// dKV_partials, per n_block and query head, or per part: for each 64 keys the slabs of dK, then those of dV. A slab (64
+// keys x 64 columns) is a copy of the staged slab in shared memory, with the swizzle.
 #pragma once
 #include "bwd_tiles.cuh"
 #include "non_finite.cuh"
@@ -34,9 +34,9 @@ __device__ __forceinline__ long long first_n_block(const SeqlenInfo& sequence) {
 #endif
 }
 
-// Offset of a slab in units of 4 bytes, two elements. number: (index of the n_block in the batch) * H + query head;
-// key_offset: 0 or 64. The offset is linear in `number`: partial_index(n, Gradient::dK, 0, 0) is the distance
-// between the partial results of query heads h and h + n.
+// Offset of a slab in units of 4 bytes, two elements. number: (index of the n_block in the batch) * H + query head,
+// or the slot of a part; key_offset: 0 or 64. The offset is linear in `number`: partial_index(n, Gradient::dK, 0, 0) is
+// the distance between the partial results of query heads h and h + n, or of slots.
 __device__ __forceinline__ long long partial_index(long long number, Gradient gradient, int key_offset, int slab) {
     const long long half = number * (BLOCK_N / 64) + key_offset / 64;
     const int first = gradient == Gradient::dV ? PARTIAL_SLABS_K : 0;

@@ -24,6 +24,9 @@ __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
 }
 #else
 constexpr unsigned DQ_HALF_BYTES = 4 * DQ_CONSUMER_FLOATS / 2;  // half of the columns of a consumer's dQ
+// Whether a consumer keeps the second half of dQ until the next iteration. Otherwise, where registers would spill, it
+// waits until the first half has been read.
+constexpr bool KEEPS_SECOND_HALF = !(Head::ELEMENT_MASK && (Head::HAS_DERIVATIVE || DROPOUT));
 
 // Shared memory of a consumer's dQ, for one half at a time.
 __device__ __forceinline__ SmemAddr own_dQ(SmemAddr base, unsigned consumer) {
@@ -35,11 +38,11 @@ __device__ __forceinline__ void dQ_warp(const BwdBlock& block, unsigned warp) {
     dQAccumulation<BwdBlock> accumulation{block};
     const unsigned consumer = warp - 2;
     block.m_blocks.for_each([&](unsigned i, int head, int m0) {
-        TIMELINE(wait_dQ);
         accumulation.wait_turn(head, m0, consumer);
         bool stores = false;
 #pragma unroll 1
         for (unsigned half = 0; half < 2; ++half) {
+            TIMELINE(wait_dQ);
             mbarrier_wait(Barriers::FulldQ::at(block.base, consumer), half);
             TIMELINE(store_dQ);
             if (half == 0) stores = accumulation.claim_first_store(head, m0, consumer);
@@ -163,9 +166,15 @@ struct ConsumerWarpgroup {
 #pragma unroll
         for (int k = 0; k < COLS / 4; ++k) first_dQ[k] = dQ[k], second_dQ[k] = dQ[COLS / 4 + k];
         stage_half_dQ<0>(first_dQ);
+        if (!KEEPS_SECOND_HALF) stage_half_dQ<1>(second_dQ);
     }
-    // Writes the second half of the previous m_block's dQ to shared memory.
-    __device__ __forceinline__ void finish_previous_dQ() const { stage_half_dQ<1>(second_dQ); }
+    // Writes the second half of the previous m_block's dQ to shared memory. Called between the barriers of P and of dS:
+    // then no block waits for a second half that waits for the block. Its consumers arrive at the barrier of P without
+    // waiting for a dQ-store warp, which may wait for another block's first store; and at that of dS after both of its
+    // dQ-store warps have claimed the previous m_block.
+    __device__ __forceinline__ void finish_previous_dQ() const {
+        if (KEEPS_SECOND_HALF) stage_half_dQ<1>(second_dQ);
+    }
 #endif
 
     // Computes P^T from S^T: score modification, mask, exponential. derivative: see apply_score_mod.

@@ -36,6 +36,7 @@ __device__ __forceinline__ bool write_dQ_fragments(const View<dtype>& dQ, const 
     constexpr int CHUNKS = COLUMNS / 8, ALL_ITEMS = ROWS / 2 * CHUNKS,
                   BATCH = ALL_ITEMS > 64 ? 4 : (ALL_ITEMS + 31) / 32;  // items per lane that are loaded at a time
     float nan_if_not_finite = 0.0f;
+    // All items of a batch are loaded before the first store, since the compiler moves no load before a store.
 #pragma unroll
     for (int first = lane; first < ALL_ITEMS; first += 32 * BATCH) {
         float accum[BATCH][2][8];

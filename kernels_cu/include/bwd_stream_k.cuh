@@ -17,9 +17,9 @@
 // A work tile or a part of it, in shared memory: the block's keys, and its rows of each query head. The loop over
 // m_blocks starts at row `first`, continues at row 0 after the last row, and ends at row `stop`.
 struct WorkTilePart {
-    int n_block, kv_head, b;  // b < 0: the block has nothing to do
-    int first, stop;          // stop < 0: no m_blocks
-    int slot;                 // of its partial dK and dV in dKV_partials; < 0: it has all rows, and stores dK and dV
+    int n_block, kv_head, b;
+    int first, stop;  // stop < 0: no m_blocks
+    int slot;         // of its partial dK and dV in dKV_partials; < 0: it has all rows, and stores dK and dV
 };
 
 // How the work tiles from full_wave_tiles on are split: the same pattern repeats in periods of `tiles` work tiles.
@@ -53,31 +53,24 @@ struct StreamKParts {
     }
 };
 
-// Writes the work tile or the part of the block to `part`. By one thread. Work tiles are numbered in the order of
-// blockIdx.
+// Writes the work tile or the part of the block to `part`. By one thread.
 __device__ __forceinline__ void write_work_tile_part(volatile WorkTilePart& part, const StreamKParts& parts, int Hk,
                                                      int B, const Score& score) {
-    int n_block = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z, begin = 0, end = 0, slot = -1;
-    const int index = (b * Hk + kv_head) * gridDim.x + n_block - parts.full_wave_tiles;
+    const int key_tiles = (score.Sk + BLOCK_N - 1) / BLOCK_N, m_blocks = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+    const int index = static_cast<int>(blockIdx.x) - parts.full_wave_tiles;
+    int tile = blockIdx.x, begin = 0, end = 0, slot = -1;
     if (index >= 0) {
-        const int key_tiles = gridDim.x, split_tiles = key_tiles * Hk * B - parts.full_wave_tiles,
-                  m_blocks = (score.Sq + BLOCK_M - 1) / BLOCK_M;
+        const int periods = (key_tiles * Hk * B - parts.full_wave_tiles) / parts.tiles;
         const auto row = [&](int unit) { return unit * m_blocks / parts.shares * BLOCK_M; };
-        const int periods = split_tiles / parts.tiles;
-        if (index >= periods * parts.slots()) {
-            part.b = -1;
-            return;
-        }
-        parts.find_part(index, periods, [&](int tile, int first_unit, int end_unit, int part_slot) {
-            const int number = parts.full_wave_tiles + tile, head = number / key_tiles;
-            n_block = number - head * key_tiles, b = head / Hk, kv_head = head - b * Hk;
-            begin = row(first_unit), end = row(end_unit), slot = part_slot;
+        parts.find_part(index, periods, [&](int split_tile, int first_unit, int end_unit, int part_slot) {
+            tile = parts.full_wave_tiles + split_tile, slot = part_slot;
+            begin = row(first_unit), end = row(end_unit);
         });
     }
-    const int n0 = n_block * BLOCK_N;
+    const int head = tile / key_tiles, n_block = tile - head * key_tiles, n0 = n_block * BLOCK_N, b = head / Hk;
     if (slot < 0) begin = end = n0 < score.Sq ? n0 / BLOCK_M * BLOCK_M : 0;  // all m_blocks
     if (score.Sq == 0 || (slot >= 0 && begin == end)) end = -1;
-    part.n_block = n_block, part.kv_head = kv_head, part.b = b, part.slot = slot;
+    part.n_block = n_block, part.kv_head = head - b * Hk, part.b = b, part.slot = slot;
     part.first = begin, part.stop = end < score.Sq ? end : 0;
 }
 

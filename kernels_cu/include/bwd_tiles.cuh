@@ -16,9 +16,10 @@ static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "rows of a tensor map ar
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the tiles of V and dO are not wider than those of K and Q");
 static_assert(!NARROW_V || (HEAD_DIM <= 192 && HEAD_DIM_V <= 128), "wider heads exceed the register file");
 
-// Whether, with BLOCK_N = 64, shared memory has dQ instead of a second stage of dO (bwd_consumer_wide.cuh).
-constexpr bool STAGES_DQ = BLOCK_N == 64 && !DETERMINISTIC;
-constexpr unsigned DO_STAGES = STAGES_DQ ? 1 : STAGES;
+// Whether, with BLOCK_N = 64, shared memory has half of dQ instead of more than one stage of dO
+// (bwd_consumer_wide.cuh).
+constexpr bool STORES_HALF_DQ = BLOCK_N == 64 && !DETERMINISTIC;
+constexpr unsigned DO_STAGES = STORES_HALF_DQ ? 1 : STAGES;
 
 using SmemLayoutQ = Swizzled<BLOCK_M, D_PAD>;
 using SmemLayoutdO = Swizzled<BLOCK_M, DV_PAD>;
@@ -54,11 +55,11 @@ struct BwdParams {
     int B, Hk, group;                           // B: batch entries of the tensors, 1 if RAGGED, 0 in
                                                 // bwd_wgmma_head, which does not use it; group: H / Hk
     const Score& score;
-    float* dKV_partials;  // only if SPLIT_GROUP: pairs of 16-bit elements (bwd_combine_group.cuh)
+    float* dKV_partials;  // only if SPLIT_GROUP or STREAM_K: pairs of 16-bit elements (bwd_combine_group.cuh)
 };
 
 // The mbarriers of the mainloop, from byte AT of shared memory on. FulldQ and EmptydQ have one barrier per consumer;
-// bwd_consumer_wide.cuh uses them only if DETERMINISTIC, to order additions to dQ_accum.
+// bwd_consumer_wide.cuh, if DETERMINISTIC, uses them to order its own additions to dQ_accum.
 template <unsigned AT>
 struct BwdBarriers {
     using QPipeline = Pipeline<AT>;  // full: Q (and the bias) by TMA; LSE and delta

@@ -66,9 +66,9 @@ constexpr unsigned K_AT = 0, V_AT = SmemLayoutK::BYTES, Q_AT = V_AT + SmemLayout
                    dO_AT = Q_AT + STAGES * SmemLayoutQ::BYTES, dS_AT = dO_AT + DO_STAGES * SmemLayoutdO::BYTES,
                    P_AT = dS_AT + 2 * SmemLayoutPdS::BYTES,
                    dQ_AT = P_AT + (SPLIT_HEAD_DIM ? 2 * SmemLayoutPdS::BYTES : 0),
-                   BIAS_AT = dQ_AT + (STAGES_DQ || NARROW_V ? 4 * DQ_CONSUMER_FLOATS
-                                      : SPLIT_HEAD_DIM      ? 0
-                                                            : 4 * DQ_TILE_FLOATS),
+                   BIAS_AT = dQ_AT + (STORES_HALF_DQ || NARROW_V ? 4 * DQ_CONSUMER_FLOATS
+                                      : SPLIT_HEAD_DIM           ? 0
+                                                                 : 4 * DQ_TILE_FLOATS),
                    BIAS_BYTES = BIAS ? SmemLayoutPdS::BYTES : 0, STATS_AT = BIAS_AT + STAGES * BIAS_BYTES,
                    BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES, MAP_AT = BARRIERS_AT + 256;
 static_assert(SMEM_BYTES == MAP_AT + (Head::HAS_BLOCK_MAP ? sizeof(GroupBlockMap) : 0),

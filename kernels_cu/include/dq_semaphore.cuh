@@ -31,7 +31,8 @@ __device__ __forceinline__ long long accumulators_index(long long dQ_tiles) {
 
 // Not DETERMINISTIC: there is no order, but the first block that increments a tile's semaphore stores, so that the
 // accumulators need not be zeroed or read. When its store is complete, it adds FIRST_STORED to the semaphore; blocks
-// that arrive earlier wait for this. The first block never waits, so there is no deadlock. Bits 0 to 15 of the
+// that arrive earlier wait for this. The first block never waits (BLOCK_N = 64: see finish_previous_dQ in
+// bwd_consumer_wide.cuh), so there is no deadlock. Bits 0 to 15 of the
 // semaphore count the blocks that have incremented it. The count does not reach FIRST_STORED before the first store is
 // complete: until then each of these blocks waits, so the count is at most the number of resident blocks.
 constexpr bool FIRST_BLOCK_STORES = HAS_SEMAPHORES && !DETERMINISTIC;

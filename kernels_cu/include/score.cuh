@@ -14,7 +14,9 @@
 //             (key_splits.cuh). The next two macros say whether it has
 // MERGE_RANGES  1: a block computes the ranges of its rows one after the other and merges them; SPLIT_KEYS 1: a work
 //               tile has one range, and another entry point merges; both 0: every row has one range
-// STREAM_K  1: compiled as fwd_wgmma_stream_k: work tiles that do not fill a wave are split by key tiles (stream_k.cuh)
+// STREAM_K  1: compiled as fwd_wgmma_stream_k or bwd_wgmma_stream_k: work tiles that do not fill a wave are split by
+// key
+//             tiles (stream_k.cuh), or by queries (bwd_stream_k.cuh)
 // PACK_GQA  1: the rows of a work tile may belong to several query heads of a group (work_tile.cuh)
 // DESCALE  8: float8; + 1, 2, 4: Q, K, V have one factor per head (descale)
 // BLOCK_MAP  1: two bits per block of queries x keys; 2: also one bit per (query, key) (block_map.cuh)

@@ -233,8 +233,8 @@ def attention_backward(
     share a key/value head. Fully masked query rows and keys have gradient 0. The gradients of bias and sink, and those
     through lse, are available through autograd of `attention` only. Memory in addition to inputs and results: delta,
     (B, H, Sq) float32; with a mask its block map, unless it is passed (`sandbox.block_map`); kernels that accumulate dQ
-    in global memory also need about B * H * Sq * D floats, with Sq and D rounded up; and bwd_wgmma_split_group stores
-    dK and dV per query head.
+    in global memory also need about B * H * Sq * D floats, with Sq and D rounded up; bwd_wgmma_split_group stores dK
+    and dV per query head, bwd_wgmma_stream_k partial dK and dV of at most 263 blocks of 64 or 128 keys.
 
     Raises the exceptions of `attention_forward`.
     """

@@ -252,6 +252,17 @@ def test_partial_sums_of_other_blocks_are_waited_for(name: str, dtype: str, load
     assert in_any_order.clean, in_any_order.findings
 
 
+@pytest.mark.parametrize("tool", ["thread", "uninitialised"])
+@pytest.mark.parametrize("D", [64, 256])
+def test_parts_of_work_tiles_are_clean(tool: Sanitizer, D: int) -> None:
+    """bwd_wgmma_stream_k with work tiles that are split, and others that are not."""
+    kernel, problem = registry.get("bwd_wgmma_stream_k"), Problem(1, 2, 330, 300, D, dtype="float16")
+    tile = Tile(BLOCK_M=64, BLOCK_N=64 if D > 128 else 128, STAGES=2, BLOCKS=4)
+    assert 0 < kernel.numbers["full_wave_tiles"](problem, tile) < kernel.grid(problem, tile)[0]
+    report = launch_on_host(tool, kernel, problem, tile)[0]
+    assert report.clean, report.text
+
+
 @pytest.mark.parametrize("sent", [True, False])
 def test_data_sent_in_a_cluster_must_be_written(sent: bool, tmp_path: Path) -> None:
     """Data in shared memory that another block of the cluster wrote."""

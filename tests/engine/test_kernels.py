@@ -346,7 +346,8 @@ FEW_WORK_TILES = [(2049, 70, options) for options in ({"window": (30, 40)}, {"ma
 
 @pytest.mark.parametrize(("Sq", "Sk", "options"), PLAIN + FEW_WORK_TILES, ids=str)
 @pytest.mark.parametrize(
-    ("kernel", "D", "Dv"), [("bwd_wgmma", 104, 104), ("bwd_wgmma", 192, 96), ("bwd_wgmma_persistent", 40, 40)]
+    ("kernel", "D", "Dv"),
+    [("bwd_wgmma", 104, 104), ("bwd_wgmma", 192, 96), ("bwd_wgmma", 256, 256), ("bwd_wgmma_persistent", 40, 40)],
 )
 @pytest.mark.sampled(18)
 def test_the_first_block_stores_dq(

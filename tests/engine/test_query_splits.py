@@ -26,6 +26,7 @@ CASES: tuple[tuple[dict[str, Any], int, int, int, tuple[int, int, int], int], ..
     ({"B": 2, "D": 96, "Dv": 96, "Sk": 256}, 64, 128, 8, (8, 1, 2), 8),  # four periods
     ({"H": 1, "Hk": 1, "D": 192, "Dv": 128, "dtype": "bfloat16"}, 64, 128, 5, (0, 3, 5), 7),  # no full wave
     ({"D": 256, "Dv": 256, "Sk": 250}, 64, 64, 5, (10, 2, 5), 6),
+    ({"H": 4, "Hk": 4, "Sq": 330}, 128, 128, 7, (7, 5, 7), 11),  # some parts have no m_block
     ({"Sq": 100}, 64, 128, 5, (9, 1, 1), 0),  # two m_blocks are not split
     ({"Sk": 256}, 64, 128, 3, (6, 1, 1), 0),  # no work tile is left
 )
@@ -50,7 +51,7 @@ def test_last_wave_is_split(
     inputs: str,
     device: Device,
 ) -> None:
-    problem = dataclasses.replace(BASE, **({"Hk": 3} | options))
+    problem = dataclasses.replace(BASE, **options)
     tile = Tile(BLOCK_M=queries, BLOCK_N=keys, STAGES=2, BLOCKS=blocks)
     assert query_splits.split(problem, tile) == split
     assert query_splits.parts(problem, tile) == parts
