@@ -23,13 +23,11 @@
 //                  bias [STAGES][BLOCK_M][BLOCK_N] | LSE, delta | mbarriers | block map of the keys
 // clang-format on
 // The first block that reaches a dQ tile stores, the others add in any order: the last bits of dQ vary between runs,
-// those of dK and dV do not. With DETERMINISTIC (bwd_wgmma_deterministic) blocks add in the order of their work tiles.
-// Semaphores select the first block and define the order. Without HAS_SEMAPHORES, dQ_accum is zeroed before the launch
-// and all blocks add (dq_semaphore.cuh). With SPLIT_GROUP (bwd_wgmma_split_group) a work tile has one query head of a
-// group; with STREAM_K (bwd_wgmma_stream_k) the work tiles that do not fill a wave are split by queries
-// (bwd_stream_k.cuh). bwd_combine_group.cuh adds the dK and dV of a group's heads, or of the parts. Warp roles:
-// FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608). Which header to edit for which change:
-// docs/hopper-backward.md.
+// those of dK and dV do not (dq_semaphore.cuh). DETERMINISTIC (bwd_wgmma_deterministic): blocks add in the order of
+// their work tiles. SPLIT_GROUP (bwd_wgmma_split_group): a work tile has one query head of a group. STREAM_K
+// (bwd_wgmma_stream_k): work tiles that do not fill a wave are split by queries (bwd_stream_k.cuh). In the last two,
+// bwd_combine_group.cuh adds partial dK and dV. Warp roles: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+// Which header to edit for which change: docs/hopper-backward.md.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #else

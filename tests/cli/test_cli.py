@@ -156,7 +156,7 @@ def test_list_for_a_problem() -> None:
 
 def test_list_has_the_reason_against_a_kernel_with_a_tile() -> None:
     """It spills. The next kernel is chosen."""
-    options = ("--shape", "8,8/1,16,32", "--window", "32,7", "--dropout", "0.2", "--arch", "sm_90")
+    options = ("--shape", "8,8/1,16,192", "--lengths", "16,16", "--softcap", "3", "--arch", "sm_90")
     shown = call("list", *options, COLUMNS="400").stdout.splitlines()
     states = {line.split()[0]: line.split(maxsplit=2)[2] for line in shown[1:]}
     split = states["bwd_wgmma_split_group"]
