@@ -223,25 +223,6 @@ def supports_split_group(p: Problem, arch: Arch | None) -> str | None:
     return supports(p, arch)
 
 
-def split_group_pays(p: Problem) -> bool:
-    """Whether work tiles of query heads are faster than those of key/value heads. Fitted to 42 problems on an H200
-    (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
-
-    Without a right bound, or with a left bound, all work tiles are taken as equally long, and run in waves. With a
-    causal mask alone the average work tile is half as long as the longest one, the longest start first, and the last SM
-    ends later than the average SM, by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. With
-    splitting, the partial results of dK and dV must be summed, which takes 4%. Splitting is chosen if it gains at least
-    2% beyond these 4%, with a causal mask alone at least 8% beyond them."""
-    if p.group == 1 or p.has_block_map:
-        return False
-    key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
-    tiles = p.batches * p.Hk * p.key_tiles(key_rows)
-    if p.bounds[1] is None or p.bounds[0] is not None:
-        return cdiv(tiles, HOPPER_SMS) * p.group > 1.06 * max(cdiv(tiles * p.group, HOPPER_SMS), 1)
-    plain = p.group * max(tiles / (2 * HOPPER_SMS) + (0.5 if p.ragged else 0.25), 1)
-    return plain > 1.08 * 1.04 * max(tiles * p.group / (2 * HOPPER_SMS) + 0.25, 1)
-
-
 split_group = replace(
     nondeterministic,
     name="bwd_wgmma_split_group",
@@ -256,7 +237,7 @@ split_group = replace(
         "work_tiles": lambda p, t: work_tiles(per_query_head(p), t),
         "dKV_partials": dKV_partials,
     },
-    first_for=split_group_pays,
+    first_for=query_splits.split_group_pays,
     then=(
         replace(
             nondeterministic.then[0],
@@ -338,7 +319,7 @@ def check_stream_k_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
 
 def first_for_stream_k(p: Problem) -> bool:
     """Where splitting work tiles by queries pays, but not by query heads."""
-    if supports_stream_k(p, None) or nondeterministic.max_D < p.D or split_group_pays(p):
+    if supports_stream_k(p, None) or nondeterministic.max_D < p.D or query_splits.split_group_pays(p):
         return False
     tile = next((t for t in stream_k.tiles if not check_tile(p, t, None)), None)
     return tile is not None and query_splits.pays(p, tile)
@@ -355,27 +336,16 @@ stream_k = replace(
     macros={"STREAM_K": 1},
     tiles=tuple(Tile(**t, BLOCKS=HOPPER_SMS) for t in nondeterministic.tiles),
     check_tile=check_stream_k_tile,
-    grid=query_splits.grid,
     first_for=first_for_stream_k,
     args=(*nondeterministic.args, *query_splits.NUMBERS),
+    grid=query_splits.grid,
     numbers=query_splits.NUMBERS,
     scratch={
         **nondeterministic.scratch,
         "dKV_partials": lambda p, t: (query_splits.parts(p, t) * partial_words(p, t), 0),
     },
     then=(
-        Entry(
-            name="bwd_wgmma_stream_k_combine",
-            programmatic_launch=True,
-            grid=lambda p, t: (query_splits.split_work_tiles(p, t) * t.BLOCK_N // 16, 1, 1),
-            block=lambda t: (256, 1, 1),
-            smem_bytes=lambda p, t: 0,
-            args=(
-                *("Q", "K", "V", "dO", "LSE", "delta", "dK", "dV", "Hk", "group", "score", "dKV_partials"),
-                *query_splits.NUMBERS,
-            ),
-            numbers=query_splits.NUMBERS,
-        ),
+        query_splits.combine("bwd_wgmma_stream_k_combine"),
         replace(nondeterministic.then[1], name="bwd_wgmma_stream_k_postprocess"),
     ),
 )

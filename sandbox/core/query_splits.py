@@ -1,4 +1,5 @@
-"""Splitting work tiles of the backward by queries (include/bwd_stream_k.cuh): stream-K without a mask."""
+"""Work tiles of the backward that are split: by queries, those that do not fill a wave (include/bwd_stream_k.cuh); by
+query heads, all of them (include/bwd_combine_group.cuh). For which problems this is faster."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from math import gcd
 from typing import NamedTuple
 
+from .kernel import HOPPER_SMS, Entry
 from .normalise import cdiv
 from .problem import Problem
 from .tile import Tile
@@ -75,3 +77,34 @@ NUMBERS: dict[str, Callable[[Problem, Tile], int]] = {
     "shares_of_period": lambda p, t: split(p, t).shares,
     "inverse": lambda p, t: split(p, t).inverse,
 }
+
+
+def combine(name: str) -> Entry:
+    """The entry point that adds the partial dK and dV. A block has 16 keys."""
+    return Entry(
+        name=name,
+        programmatic_launch=True,
+        grid=lambda p, t: (split_work_tiles(p, t) * t.BLOCK_N // 16, 1, 1),
+        block=lambda t: (256, 1, 1),
+        args=("Q", "K", "V", "dO", "LSE", "delta", "dK", "dV", "Hk", "group", "score", "dKV_partials", *NUMBERS),
+        numbers=NUMBERS,
+    )
+
+
+def split_group_pays(p: Problem) -> bool:
+    """Whether work tiles of query heads are faster than those of key/value heads. Fitted to 42 problems on an H200
+    (experiments/026_sampled_shapes); the unit of time is the longest work tile of one query head.
+
+    Without a right bound, or with a left bound, all work tiles are taken as equally long, and run in waves. With a
+    causal mask alone the average work tile is half as long as the longest one, the longest start first, and the last SM
+    ends later than the average SM, by 0.25 of the longest work tile, 0.5 in a ragged batch that is not split. With
+    splitting, the partial results of dK and dV must be summed, which takes 4%. Splitting is chosen if it gains at least
+    2% beyond these 4%, with a causal mask alone at least 8% beyond them."""
+    if p.group == 1 or p.has_block_map:
+        return False
+    key_rows = 128 if p.D <= 128 or (p.D <= 192 and p.Dv <= 128) else 64
+    tiles = p.batches * p.Hk * p.key_tiles(key_rows)
+    if p.bounds[1] is None or p.bounds[0] is not None:
+        return cdiv(tiles, HOPPER_SMS) * p.group > 1.06 * max(cdiv(tiles * p.group, HOPPER_SMS), 1)
+    plain = p.group * max(tiles / (2 * HOPPER_SMS) + (0.5 if p.ragged else 0.25), 1)
+    return plain > 1.08 * 1.04 * max(tiles * p.group / (2 * HOPPER_SMS) + 0.25, 1)
