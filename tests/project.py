@@ -22,6 +22,8 @@ import pytest
 
 from sandbox.core import registry
 from sandbox.core.options import BY_NAME
+from sandbox.launch import driver
+from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Kernel, Problem
 from sandbox.verify.scores import OPTIONS
 
@@ -51,6 +53,12 @@ INTERRUPTIBLE = (
 def dtype_of(kernel: Kernel) -> str:
     """The dtype of single test cases: float16 if supported, which has the smallest range."""
     return "float16" if "float16" in kernel.dtypes else kernel.dtypes[0]
+
+
+def skip_without_wgmma(kernel: Kernel, problem: Problem, device: Device) -> None:
+    """Skips a test of a kernel with wgmma on a GPU that has none. problem: one that the kernel supports."""
+    if kernel.why_unsupported(problem, None if device == HOST else driver.device(device[1]).arch):
+        pytest.skip("wgmma requires compute capability 9.0")
 
 
 def takes_causal(kernel: Kernel) -> bool:

@@ -6,12 +6,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from project import skip_without_wgmma
 
 import sandbox
 from sandbox.core import registry
 from sandbox.engine import choose
-from sandbox.launch import driver
-from sandbox.launch.dlpack import HOST, Device
+from sandbox.launch.dlpack import Device
 from sandbox.spec import Problem, Tile
 from sandbox.verify import check, trial
 from sandbox.verify.cases import Case, inputs_of
@@ -22,8 +22,7 @@ FEW = Problem(3, 15, 4, 300, 72, Hk=3, Dv=40, dtype="float16", causal="bottom-ri
 
 @pytest.fixture(autouse=True)
 def hopper(device: Device) -> None:
-    if KERNEL.why_unsupported(FEW, None if device == HOST else driver.device(device[1]).arch):
-        pytest.skip("wgmma requires compute capability 9.0")
+    skip_without_wgmma(KERNEL, FEW, device)
 
 
 def tile_of(rows: int, blocks: int, stages: int = 2) -> Tile:

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from project import SEED
+from project import SEED, skip_without_wgmma
 
 import sandbox
 from sandbox.core import registry
 from sandbox.core.limits import GRADIENT_D
 from sandbox.engine import choose
-from sandbox.launch import driver
-from sandbox.launch.dlpack import HOST, Device
+from sandbox.launch.dlpack import Device
 from sandbox.launch.tensor_maps import box_of
 from sandbox.spec import Problem, Tile
 from sandbox.verify import check, trial
@@ -30,8 +29,7 @@ CAUSAL: dict[str, Any] = {"Sq": 9, "causal": "bottom-right"}
 
 @pytest.fixture(autouse=True)
 def hopper(device: Device) -> None:
-    if KERNEL.why_unsupported(ABSORBED, None if device == HOST else driver.device(device[1]).arch):
-        pytest.skip("wgmma requires compute capability 9.0")
+    skip_without_wgmma(KERNEL, ABSORBED, device)
 
 
 def tile_of(blocks: int, early: int = 4, Q_slabs: int = 6, stages: int = 5) -> Tile:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from project import skip_without_wgmma
 
 from sandbox.core import registry
 from sandbox.engine import choose
-from sandbox.launch import driver
 from sandbox.launch.dlpack import HOST, Device
 from sandbox.spec import Problem, Tile
 from sandbox.verify import check
@@ -38,8 +38,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 @pytest.fixture(autouse=True)
 def splits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A split of 20 keys suffices, and waves of blocks cost much: as many splits as possible."""
-    if KERNEL.why_unsupported(FEW, None if device == HOST else driver.device(device[1]).arch):
-        pytest.skip("wgmma requires compute capability 9.0")
+    skip_without_wgmma(KERNEL, FEW, device)
     monkeypatch.setitem(SPEC, "LEAST_KEYS", 20)
     monkeypatch.setitem(SPEC, "wgmma_us", lambda p, t, splits=1, packed=False: -splits)
     SPEC["best_splits"].cache_clear()

@@ -7,11 +7,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from project import skip_without_wgmma
 
 from sandbox.core import registry
 from sandbox.engine import choose
-from sandbox.launch import driver
-from sandbox.launch.dlpack import HOST, Device
+from sandbox.launch.dlpack import Device
 from sandbox.spec import Problem, Tile
 from sandbox.verify import bits, check
 from sandbox.verify.cases import Case
@@ -41,8 +41,7 @@ CASES: tuple[tuple[dict[str, Any], int, int, int, int, int], ...] = (
 
 @pytest.fixture(autouse=True)
 def supported(device: Device) -> None:
-    if KERNEL.why_unsupported(BASE, None if device == HOST else driver.device(device[1]).arch):
-        pytest.skip("wgmma requires compute capability 9.0")
+    skip_without_wgmma(KERNEL, BASE, device)
 
 
 @pytest.mark.parametrize(("options", "rows", "keys", "blocks", "count", "whole"), CASES)
