@@ -17,8 +17,11 @@
 // DETERMINISTIC: a semaphore counts the work tiles that have added to the consumer's part of the dQ tile. Blocks add in
 // the order of their work tiles.
 constexpr long long SEMAPHORES_INDEX = 4, ACCUM_ALIGNMENT = BLOCK_N == 64 ? 128 : 32;
-// Ragged, D <= 64: 1% slower with semaphores.
-constexpr bool HAS_SEMAPHORES = DETERMINISTIC || !(RAGGED && HEAD_DIM <= 64);
+// ZEROED_DQ: see zeroed_dQ in bwd_wgmma.py.
+#ifndef ZEROED_DQ
+#define ZEROED_DQ 0
+#endif
+constexpr bool HAS_SEMAPHORES = DETERMINISTIC || !ZEROED_DQ;
 // Index: int in the store warps of bwd_wgmma_persistent, which have few registers.
 template <class Index>
 __device__ __forceinline__ long long semaphore_index(Index dQ_tile, unsigned consumer) {

@@ -131,6 +131,24 @@ def test_heads_come_in_l2_groups(kernel: Kernel, device: Device, monkeypatch: py
     assert check.verify(kernel, Case("sections", problem), device).ok
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("name", ["bwd_wgmma", "bwd_wgmma_split_group"])
+@pytest.mark.sampled(3)
+def test_all_blocks_add_dq_if_a_causal_head_exceeds_a_wave(
+    name: str, D: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dQ_accum is zeroed as a whole, and there are no semaphores."""
+    kernel = registry.get(name)
+    problem = spec.Problem(1, 4, 300, 520, D, Hk=2, dtype="float16", causal="bottom-right")
+    tile = choose.choose_tile(kernel, problem, None)
+    elements, zeroed = kernel.scratch["dQ_accum"](problem, tile)
+    assert 0 < zeroed < elements
+    monkeypatch.setitem(kernel.grid.__globals__, "HOPPER_SMS", problem.key_tiles(tile.BLOCK_N) - 1)
+    elements, zeroed = kernel.scratch["dQ_accum"](problem, tile)
+    assert zeroed == elements
+    assert check.verify(kernel, Case("zeroed", problem), device, tile=tile).ok
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.sampled(2)
 def test_persistent_blocks_process_several_work_tiles(blocks: int, device: Device) -> None:
