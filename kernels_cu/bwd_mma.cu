@@ -64,7 +64,7 @@ __device__ __forceinline__ void compute_own_queries(Accumulators<COLS>& dK, Accu
         for (int step = 0; step < SUB_M / 16; ++step) {
             unsigned dropped_P[2][4];
             Head::Kept blocks[2];
-            head.keep_along_keys(blocks, m0 + first + 16 * step, n0 + warp.first_key);
+            head.keep_along_keys(blocks, Head::dropout_seed(head.score), m0 + first + 16 * step, n0 + warp.first_key);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const unsigned mask = blocks[i / 4].mask(i % 4);

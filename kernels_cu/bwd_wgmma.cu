@@ -159,6 +159,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
         init_barriers(base);
         fetch_tile_number(smem + WORK_TILE_AT, dQ_accum);
     }
+    if (DROPOUT && threadIdx.x == 64) seed_in_smem() = Head::dropout_seed(score);
 #if STREAM_K
     if (threadIdx.x == 32)
         write_work_tile_part(part_of_block(), {full_wave_tiles, tiles_of_period, shares_of_period, inverse}, Hk, B,
@@ -166,9 +167,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #endif
     // Programmatic dependent launch: this block can start as soon as all blocks of bwd_preprocess have exited, but
     // their writes are visible only after griddepcontrol_wait. Before griddepcontrol_wait the block reads only what
-    // earlier launches have written: the tile counter (only if DETERMINISTIC; zeroed before all entry points) and the
-    // block map (bwd_preprocess has waited for the kernel that writes it). After griddepcontrol_wait: delta,
-    // work_tiles.
+    // earlier launches have written: the tile counter (only if DETERMINISTIC; zeroed before all entry points), and the
+    // block map and dropout's seed (bwd_preprocess has waited for the kernels that write them). After
+    // griddepcontrol_wait: delta, work_tiles.
     if (Head::HAS_BLOCK_MAP) {
         // With a block map the kernel is neither DETERMINISTIC nor RAGGED: blockIdx determines the work tile.
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group));

@@ -15,6 +15,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         const auto [stage, Q_at, dO_at, dS_at, previous_dS_at] = TileOffsets(i);
         const float* const stats = stats_of(stage, 0);
         float S[BLOCK_M / 2], dP[BLOCK_M / 2], dQ[DQ_COLS / 2];
+        const unsigned long long seed = block.dropout_seed();
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
@@ -32,7 +33,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
         KeepBits<BLOCK_M> keep;
-        keep.compute(current_head, first_query, warp_key);
+        keep.compute(current_head, seed, first_query, warp_key);
         FragmentMask<BLOCK_M> mask{current_head, block.head0, first_query,
                                    first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
@@ -50,14 +51,13 @@ struct ConsumerWarpgroup : KeyConsumer {
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, keep, derivative);
         // The other consumer's turn. It is faster to arrive here if BLOCK_M = 128, and after the store of dS if 64.
         if (BLOCK_M == 128) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
         if (!FIRST) wait_dS(i - 1);  // dS of i - 1 is complete; both have read that of i - 2, which is overwritten here
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
         if (BLOCK_M == 64) named_barrier_arrive(other_turn, BOTH_CONSUMERS);
         if (!FIRST) mma_own_dQ(dQ, previous_dS_at);
-        if (DROPOUT) drop_P(P, P, keep);  // after dS, which needs P before dropout
         mma_dKV(dV, P, base + dO_at, accumulates);
         mma_dKV(dK, dS, base + Q_at, accumulates);
 

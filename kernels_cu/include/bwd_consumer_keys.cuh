@@ -177,7 +177,7 @@ struct KeyConsumer {
     // Staged in the consumer's own rows of V: the other consumer does not read them.
     __device__ __forceinline__ bool store_dV() const {
         return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer, base + V_AT + key_offset * SmemLayoutV::ROW_BYTES,
-                                                    dV, Head::dropout_factor(block.params.score), key_offset, 0);
+                                                    dV, 1.0f, key_offset, 0);
     }
     // Staged where the next m_block would be loaded: consumer 0 in Q, consumer 1 in dO. NARROW_V: consumer 1's dK is
     // wider than a stage of dO and takes both stages of dO (STAGES = 2). In all cases both consumers had read the

@@ -28,6 +28,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         // separate first iteration, would serialise them.
         const unsigned dQ_from = has_previous ? previous_dS_at : K_AT;
         const float* const stats = stats_of(stage, 0);
+        const unsigned long long seed = block.dropout_seed();
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
@@ -38,7 +39,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
         KeepBits<BLOCK_M> keep;
-        keep.compute(current_head, first_query, warp_key);
+        keep.compute(current_head, seed, first_query, warp_key);
         FragmentMask<BLOCK_M> mask{current_head, block.head0, first_query,
                                    first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
@@ -62,11 +63,10 @@ struct ConsumerWarpgroup : KeyConsumer {
         wgmma_wait<DROPOUT ? 0 : 1>();  // dP^T; without dropout dV is still in flight
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, keep, derivative);
         named_barrier_arrive(other_turn, BOTH_CONSUMERS);
         wait_dS(i - 1);  // as in bwd_consumer.cuh. i = 0: i - 1 wraps around; parity 1 of a new barrier returns at once
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
-        if (DROPOUT) drop_P(P, P, keep);  // after dS, which needs P before dropout
         if (DROPOUT) mma_dKV(dV, P, base + dO_at);
         wgmma_wait<0>();  // dV: dQ takes the registers of P
         release_stage<dOPipeline>(base, i, elected());

@@ -202,6 +202,7 @@ struct ConsumerWarpgroup {
         const unsigned P_at = P_AT + i % 2 * SmemLayoutPdS::BYTES;
         const float* const stats = stats_of(stage, query_offset);
         float S[M / 2], dP[M / 2], dQ[COLS / 2];
+        const unsigned long long seed = block.dropout_seed();
         TIMELINE(wait_Q);
         QPipeline::wait(base, i);
         TIMELINE(S);
@@ -218,7 +219,7 @@ struct ConsumerWarpgroup {
         const int first_query = m0 + query_offset, first_key = block.m_blocks.n0(),
                   warp_key = first_key + warp % 4 * 16;
         KeepBits<M> keep;
-        keep.compute(current_head, first_query, warp_key);
+        keep.compute(current_head, seed, first_query, warp_key);
         FragmentMask<M> mask{current_head, block.head0, first_query,
                              first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
@@ -238,7 +239,7 @@ struct ConsumerWarpgroup {
         wgmma_wait<1>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, keep, derivative);
         store_transposed<SmemLayoutPdS>(own_queries(base + dS_at), warp % 4 * 2, dS);
         fence_proxy_async();
         named_barrier_sync(CONSUMERS_BARRIER, BOTH_CONSUMERS);  // both consumers have written dS
@@ -265,9 +266,8 @@ struct ConsumerWarpgroup {
     // Staged in V: both consumers have read V before the last barrier.
     __device__ __forceinline__ bool store_dV() const {
         constexpr unsigned SLABS = V_COLS / 64;
-        return store_dKV<SmemLayoutV, Gradient::dV>(block, consumer,
-                                                    base + V_AT + consumer * SLABS * SmemLayoutV::SLAB_BYTES, dV,
-                                                    Head::dropout_factor(block.params.score), 0, consumer * SLABS);
+        return store_dKV<SmemLayoutV, Gradient::dV>(
+            block, consumer, base + V_AT + consumer * SLABS * SmemLayoutV::SLAB_BYTES, dV, 1.0f, 0, consumer * SLABS);
     }
     // Staged where Q of the next m_block would be loaded.
     __device__ __forceinline__ bool store_dK() const {

@@ -22,13 +22,13 @@ struct KeepBits {
     unsigned bits[(M + 63) / 64] = {};
 
     // warp_key: first key of the warp's 16.
-    __device__ __forceinline__ void compute(const Head& head, int first_query, int warp_key) {
+    __device__ __forceinline__ void compute(const Head& head, unsigned long long seed, int first_query, int warp_key) {
 #pragma unroll
         for (int begin = 0; begin < (DROPOUT ? M : 0); begin += 64) {
 #pragma unroll
             for (int step = 0; step < (M < 64 ? M : 64) / 16; ++step) {
                 Head::Kept block[1];
-                head.keep_along_keys(block, first_query + begin + 16 * step, warp_key);
+                head.keep_along_keys(block, seed, first_query + begin + 16 * step, warp_key);
                 unsigned step_bits = 0;
 #pragma unroll
                 for (int k = 0; k < 4; ++k) step_bits |= block[0].mask(k) & 0x10001u << k;
@@ -36,19 +36,18 @@ struct KeepBits {
             }
         }
     }
-    // The bits of register k of step `step`, in bits 0 and 16 of the result.
-    __device__ __forceinline__ unsigned pair(int step, int k) const {
-        return bits[step / 4] >> (step % 4 * 4 + k) & 0x10001u;
+    // All ones in the halves of register k of step `step` whose elements are kept.
+    __device__ __forceinline__ unsigned mask(int step, int k) const {
+        return DROPOUT ? signs_of_halves(bits[step / 4] << (15 - (step % 4 * 4 + k))) : ~0u;
     }
 };
 
-// P after dropout, without the factor 1 / (1 - p).
+// P after dropout.
 template <int STEPS>
 __device__ __forceinline__ void drop_P(unsigned (&P_dropped)[STEPS][4], const unsigned (&P)[STEPS][4],
                                        const KeepBits<16 * STEPS>& keep) {
 #pragma unroll
-    for (int k = 0; k < 4 * STEPS; ++k)
-        P_dropped[k / 4][k % 4] = DROPOUT ? P[k / 4][k % 4] & keep.pair(k / 4, k % 4) * 0xffffu : P[k / 4][k % 4];
+    for (int k = 0; k < 4 * STEPS; ++k) P_dropped[k / 4][k % 4] = P[k / 4][k % 4] & keep.mask(k / 4, k % 4);
 }
 
 constexpr int MASK_UNROLL = DROPOUT ? 4 : 16;  // elements whose mask is loaded at the same time: more would spill

@@ -6,7 +6,11 @@
 // By a half-warp: copies LSE, as -LSE * log2(e), or delta of BLOCK_M query rows to shared memory. A lane copies every
 // 16th row: `from` and `to` point to its first row, and `rows` is the number of valid rows from that row on. A large
 // LSE becomes NaN, so that non_finite.cuh computes the gradients of its row.
-__device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE) {
+//
+// Dropout: LSE is reduced so that P contains the factor f = 1 / (1 - p) of kept elements, and delta is divided by f.
+// With P' = f P before dropout and P_d' after it, dV = P_d'^T dO and dS = P_d' dP - P' (delta / f).
+__device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE,
+                                                  float dropout_factor) {
     float x[BLOCK_M / 16];  // all loads are issued before the first store
 #pragma unroll
     for (int t = 0; t < BLOCK_M; t += 16) x[t / 16] = t < rows ? from[t] : is_LSE ? -INF : 0.0f;
@@ -14,6 +18,11 @@ __device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, 
     for (int t = 0; t < BLOCK_M; t += 16)
         // -INF, a row without a visible key, keeps its sign: P is 0.
         to[t] = !is_LSE || x[t / 16] == -INF ? x[t / 16] : -x[t / 16] * Head::LOG2E;
+#if DROPOUT
+    const float shift = lg2(dropout_factor), inverse = dropout_factor > 0.0f ? 1.0f / dropout_factor : 0.0f;
+#pragma unroll
+    for (int t = 0; t < BLOCK_M; t += 16) to[t] = is_LSE ? to[t] + shift : to[t] * inverse;
+#endif
     bool large = false;
 #pragma unroll
     for (int t = 0; t < BLOCK_M; t += 16) large |= fabsf(x[t / 16]) > Head::LARGE_LSE;
@@ -39,7 +48,7 @@ __device__ __forceinline__ void load_LSE_and_delta(const BwdParams& params, Smem
     float* const to = stats + (2 * stage_of(i) + !is_LSE) * BLOCK_M + lane % 16;
     QPipeline::acquire(base, i);
     TIMELINE(load_stats);
-    load_LSE_or_delta(to, from, rows, is_LSE);
+    load_LSE_or_delta(to, from, rows, is_LSE, Head::dropout_factor(params.score));
     __syncwarp();  // all lanes have written before lane 0 arrives
     if (lane == 0) mbarrier_arrive(QPipeline::full(base, stage_of(i)));
 }

@@ -61,18 +61,25 @@ __device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsig
     }
 }
 
-// dS = P (dP - delta) * derivative, with dropout of dP. derivative: see apply_score_mod (bwd_fragment.cuh).
+// dS = P (dP - delta) * derivative, with dropout of dP; P becomes P after dropout. derivative: see apply_score_mod
+// (bwd_fragment.cuh). Dropout: P and delta contain a factor (load_LSE_or_delta in bwd_load.cuh).
 template <int STEPS>
-__device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], const unsigned (&P)[STEPS][4],
-                                           const float (&dP)[8 * STEPS], const float* delta, const Head& head,
+__device__ __forceinline__ void compute_dS(unsigned (&dS)[STEPS][4], unsigned (&P)[STEPS][4],
+                                           const float (&dP)[8 * STEPS], const float* delta,
                                            const KeepBits<16 * STEPS>& keep, const unsigned (&derivative)[STEPS][4]) {
 #pragma unroll
     for (int k = 0; k < 8 * STEPS; k += 2) {
         const float2 delta_pair = *reinterpret_cast<const float2*>(delta + k / 4 * 8);
-        const float2 p = unpack(P[k / 8][k / 2 % 4]);
-        const unsigned pair = keep.pair(k / 8, k / 2 % 4);
-        const float dP0 = head.apply_dropout(dP[k], pair & 1), dP1 = head.apply_dropout(dP[k + 1], pair >> 16);
-        float dS0 = p.x * (dP0 - delta_pair.x), dS1 = p.y * (dP1 - delta_pair.y);
+        unsigned& packed = P[k / 8][k / 2 % 4];
+        const float2 p = unpack(packed);
+        float dS0, dS1;
+        if (DROPOUT) {
+            packed &= keep.mask(k / 8, k / 2 % 4);
+            const float2 kept = unpack(packed);
+            dS0 = fmaf(kept.x, dP[k], -p.x * delta_pair.x), dS1 = fmaf(kept.y, dP[k + 1], -p.y * delta_pair.y);
+        } else {
+            dS0 = p.x * (dP[k] - delta_pair.x), dS1 = p.y * (dP[k + 1] - delta_pair.y);
+        }
         if (Head::HAS_DERIVATIVE) {
             const float2 dx = unpack(derivative[k / 8][k / 2 % 4]);
             dS0 *= dx.x, dS1 *= dx.y;

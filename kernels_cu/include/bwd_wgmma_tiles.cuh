@@ -81,7 +81,12 @@ using Barriers = BwdBarriers<FullV::END>;
 using QPipeline = Barriers::QPipeline;
 using dOPipeline = Barriers::dOPipeline;
 constexpr unsigned WORK_TILE_AT = Barriers::END;  // see fetch_tile_number
-static_assert(WORK_TILE_AT + 32 <= MAP_AT, "mbarriers and the work tile have 256 bytes");
+constexpr unsigned SEED_AT = WORK_TILE_AT + 32;   // dropout's seed
+static_assert(SEED_AT + 8 <= MAP_AT, "mbarriers, the work tile and the seed have 256 bytes");
+
+__device__ __forceinline__ volatile unsigned long long& seed_in_smem() {
+    return *reinterpret_cast<volatile unsigned long long*>(smem + SEED_AT);
+}
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     mbarrier_init(FullK::at(base, 0), 1);
@@ -133,6 +138,9 @@ struct BwdBlock {
     __device__ __forceinline__ int semaphore_target(int m0) const { return work_tile.semaphore_target(head0, m0); }
     // The head of K and V that the work tile reads.
     __device__ __forceinline__ int kv_head() const { return SPLIT_GROUP ? work_head / params.group : work_head; }
+    // Read from shared memory in each iteration. Read from global memory, which takes longer, ptxas scheduled the
+    // random numbers after the wait for S^T instead of before it; kept in registers, some registers spilled.
+    __device__ __forceinline__ unsigned long long dropout_seed() const { return DROPOUT ? seed_in_smem() : 0; }
     // After the mainloop: reads the work tile again, so that it does not take registers in the mainloop.
     __device__ __forceinline__ BwdWorkTile reload_work_tile() const {
         return load_work_tile(smem + WORK_TILE_AT, work_tile_heads(params.Hk, params.group));

@@ -1,7 +1,7 @@
 // Dropout: which elements of P are kept, as a pure function of the seed and of (b, h, i, j): the same in every kernel
 // and tile. sandbox/reference/dropout.py is the definition in NumPy.
 //
-// One call of Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") gives random bits for
+// One call of Philox 4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") gives random bits for
 // the eight elements of a 16 x 16 block of P that one lane has in the accumulators of two adjacent m16n8 MMAs. Packed
 // to 16 bits, these elements are the four registers of an A operand. Word k of the call belongs to register k, 16 bits
 // per element:
@@ -19,13 +19,13 @@
 #pragma once
 #include <ptx.cuh>  // the CPU backend has its own
 
-// Philox 4x32-10 of N counters of four words, in place, with the seed as key. The N calls run in lockstep and share the
+// Philox 4x32-7 of N counters of four words, in place, with the seed as key. The N calls run in lockstep and share the
 // round keys. A round is two wide multiplications and two three-input XORs.
 template <int N>
 __device__ __forceinline__ void philox(unsigned (&counters)[N][4], unsigned long long seed) {
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < 7; ++round) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             unsigned (&c)[4] = counters[n];
@@ -78,7 +78,7 @@ struct Dropout {
     // Whether element (i, j) is kept.
     __device__ __forceinline__ bool keep(unsigned i, unsigned j) const {
         unsigned words[1][4];
-        draw(words, i, j, i % 8 * 4 + j % 8 / 2);
+        draw(words, *seed, i, j, i % 8 * 4 + j % 8 / 2);
         const unsigned low_keys = i & 8 ? words[0][1] : words[0][0], high_keys = i & 8 ? words[0][3] : words[0][2];
         const unsigned word = j & 8 ? high_keys : low_keys;
         return (j & 1 ? word : word << 16) >= threshold;
@@ -89,17 +89,18 @@ struct Dropout {
     template <int N>
     __device__ __forceinline__ void along_queries(KeepMask (&kept)[N], unsigned i, unsigned j) const {
         unsigned words[N][4];
-        draw(words, i, j, thread_index_x() % 32);
+        draw(words, *seed, i, j, thread_index_x() % 32);
 #pragma unroll
         for (int n = 0; n < N; ++n) kept[n] = {{words[n][0], words[n][1], words[n][2], words[n][3]}, threshold};
     }
 
-    // The same with keys along rows. A warp collective.
+    // The same with keys along rows, given the value of the seed. A warp collective.
     template <int N>
-    __device__ __forceinline__ void along_keys(KeepMask (&kept)[N], unsigned i, unsigned j) const {
+    __device__ __forceinline__ void along_keys(KeepMask (&kept)[N], unsigned long long seed_value, unsigned i,
+                                               unsigned j) const {
         const unsigned thread = thread_index_x(), g = thread % 32 / 4, q = thread % 4;
         unsigned words[N][4];
-        draw(words, i, j, (2 * q + g % 2) * 4 + g / 2);
+        draw(words, seed_value, i, j, (2 * q + g % 2) * 4 + g / 2);
         const unsigned low = 0x5410,
                        high = 0x7632;  // selectors of __byte_perm: the low, or high, half-words of both words
         const unsigned own = g % 2 ? high : low, other = g % 2 ? low : high;
@@ -122,10 +123,11 @@ struct Dropout {
   private:
     // The random words of lane `lane` for N blocks, adjacent along the keys.
     template <int N>
-    __device__ __forceinline__ void draw(unsigned (&words)[N][4], unsigned i, unsigned j, unsigned lane) const {
+    __device__ __forceinline__ void draw(unsigned (&words)[N][4], unsigned long long seed_value, unsigned i, unsigned j,
+                                         unsigned lane) const {
 #pragma unroll
         for (int n = 0; n < N; ++n)
             words[n][0] = i / 16 * 32 + lane, words[n][1] = j / 16 + n, words[n][2] = h, words[n][3] = b;
-        philox(words, *seed);
+        philox(words, seed_value);
     }
 };

@@ -114,6 +114,13 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// All ones in each 16-bit half whose sign bit is 1, zeros in the other halves.
+__device__ __forceinline__ unsigned signs_of_halves(unsigned x) {
+    unsigned mask;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(mask) : "r"(x));  // selectors 9 and b: the sign of bytes 1 and 3
+    return mask;
+}
+
 // Two floats rounded to dtype (in float8 kernels to dtype_o) in one register, the first in the low half.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;

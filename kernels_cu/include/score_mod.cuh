@@ -312,9 +312,17 @@ struct Head : Mask {
 #endif
     }
     template <int N>
-    __device__ __forceinline__ void keep_along_keys(Kept (&kept)[N], int i, int j) const {
+    __device__ __forceinline__ void keep_along_keys(Kept (&kept)[N], unsigned long long seed, int i, int j) const {
 #if DROPOUT
-        dropout.along_keys(kept, i, j);
+        dropout.along_keys(kept, seed, i, j);
+#endif
+    }
+    // Dropout's seed, loaded from global memory.
+    static __device__ __forceinline__ unsigned long long dropout_seed(const Score& score) {
+#if DROPOUT
+        return *score.seed;
+#else
+        return 0;
 #endif
     }
 

@@ -106,6 +106,8 @@ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, uns
     cpu::multiply_16(c, a, b0, b1, site, [](unsigned pair, int which) { return cpu::element(pair, which); });
 }
 
+inline unsigned signs_of_halves(unsigned x) { return (x >> 15 & 0x10001) * 0xffff; }
+
 inline unsigned pack(float low, float high) {
 #if defined(DTYPE_bfloat16) || defined(DTYPE_O_bfloat16)
     return cpu::float_to_bfloat16(low) | unsigned(cpu::float_to_bfloat16(high)) << 16;
