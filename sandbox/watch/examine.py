@@ -96,6 +96,21 @@ def first_verdict(job: Job, report_stage: ReportStage) -> tuple[VersionResult | 
     return found, device_usable(job.device)
 
 
+def merged(parts: Sequence[VersionResult]) -> VersionResult:
+    """The first verdict of workers that each had a share of the cases: of the first one that failed, if any did."""
+    failed = [part for part in parts if part.stage not in ("ok", "refused")]
+    correct = [part for part in parts if part.ok and part.results]
+    refused = [part for part in parts if part.stage == "refused"]
+    return replace(
+        (failed + correct + refused + [*parts])[0],
+        results=tuple(result for part in parts for result in part.results),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        output="".join(part.output for part in parts),
+        seconds=max(part.seconds for part in parts),
+        compiling=max(part.compiling for part in parts),
+    )
+
+
 def _reported(
     work: Callable[[Job, ReportStage], VersionResult], job: Job, report_stage: ReportStage
 ) -> VersionResult:  # fmt: skip
@@ -119,6 +134,7 @@ def _reported(
 
 
 _Trials = Sequence[tuple[Case, Tile | None]]
+_Macros = tuple[tuple[str, object], ...]
 
 
 class _Plan(NamedTuple):
@@ -145,7 +161,10 @@ def _plan(job: Job, report_stage: ReportStage) -> _Plan:
 
 
 def _verify_first(job: Job, report_stage: ReportStage) -> VersionResult:
-    kernel, trials, _, setting, notes = _plan(job, report_stage)
+    kernel, all_trials, _, setting, notes = _plan(job, report_stage)
+    trials = _shared(kernel, all_trials, job)
+    if not trials:
+        return VersionResult("ok", setting=setting, notes=tuple(notes))
     report_stage("compiling", COMPILE_SECONDS)
     started = time.perf_counter()
     with ThreadPoolExecutor() as pool:  # compile in parallel
@@ -214,13 +233,28 @@ def _verdict(findings: tuple[Finding, ...], results: tuple[Result, ...]) -> tupl
 
 def _variants(kernel: Kernel, trials: _Trials, job: Job) -> list[tuple[Problem, Tile]]:
     """One problem and tile for each binary that the trials need."""
-    arch = pipeline.arch_of(job.device)
-    found: dict[tuple, tuple[Problem, Tile]] = {}
-    for p, wanted in ((case.problem, tile) for case, tile in trials):
-        if not kernel.why_unsupported(p, arch):
-            tile = pipeline.tile_on(job.device, kernel, p, wanted)
-            found.setdefault(tuple(kernel.defines(p, tile).items()), (p, tile))
+    found: dict[_Macros, tuple[Problem, Tile]] = {}
+    for case, wanted in trials:
+        if binary := _binary(kernel, case, wanted, job):
+            found.setdefault(*binary)
     return [*found.values()]
+
+
+def _binary(kernel: Kernel, case: Case, wanted: Tile | None, job: Job) -> tuple[_Macros, tuple[Problem, Tile]] | None:
+    """The macros, the problem and the tile of the binary that a trial needs; None if it is not supported."""
+    if kernel.why_unsupported(case.problem, pipeline.arch_of(job.device)):
+        return None
+    tile = pipeline.tile_on(job.device, kernel, case.problem, wanted)
+    return tuple(kernel.defines(case.problem, tile).items()), (case.problem, tile)
+
+
+def _shared(kernel: Kernel, trials: _Trials, job: Job) -> _Trials:
+    """The trials of the job's share of the binaries."""
+    index, workers = job.share
+    numbers: dict[_Macros | None, int] = {}
+    binaries = [_binary(kernel, case, tile, job) for case, tile in trials]
+    own = [numbers.setdefault(binary and binary[0], len(numbers)) % workers == index for binary in binaries]
+    return [trial for trial, is_own in zip(trials, own, strict=True) if is_own]
 
 
 def _compile(kernel: Kernel, trials: _Trials, job: Job, pool: ThreadPoolExecutor) -> tuple[Cost | None, list[str]]:

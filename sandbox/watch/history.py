@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,10 +82,12 @@ def code_digest(kernel: Kernel, texts: Texts) -> str:
     return digest.hexdigest()
 
 
+@lru_cache(maxsize=256)  # most files of two versions are equal
 def _cuda_code(text: str) -> bytes:
     return sources.without_lines(as_bytes(text))
 
 
+@lru_cache(maxsize=64)
 def _spec_code(text: str) -> bytes:
     try:
         return ast.dump(ast.parse(text)).encode()

@@ -17,7 +17,8 @@ from ..verify.suite import suite_of
 class Job:
     """What to examine. `problem` replaces the quick cases; `seconds`: time limit of one run. Tiles of the spec that are
     not in `known` are new, and each is examined. `gpu_lock`: a file; of the workers that share it, one at a time uses
-    the GPU, so that they do not disturb each other's times."""
+    the GPU, so that they do not disturb each other's times. `share`: (index, number of workers) of a first verdict:
+    the workers divide the binaries, and with them the cases, among themselves."""
 
     kernel: str
     device: Device
@@ -26,6 +27,7 @@ class Job:
     seconds: float = 10.0
     known: tuple[Tile, ...] | None = None  # None: all of them
     gpu_lock: Path | None = None
+    share: tuple[int, int] = (0, 1)
 
 
 def quick_cases(kernel: Kernel, device: Device) -> list[Case]:

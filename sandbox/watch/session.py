@@ -25,6 +25,7 @@ from .job import Job
 _DEBOUNCE_MS = 20  # an editor's save is several events
 _START_MS = 200  # time for the library to start
 _HEAD_START_SECONDS = 3.0  # of the first verdict on the CPU backend; a kernel that hangs delays the sanitizers by this
+_FIRST_WORKERS = 2  # on a GPU
 _POLL_SECONDS = 0.2  # between two checks whether there is a new version
 _PENDING = {
     True: "running the sanitizers, and compiling for a GPU",
@@ -119,14 +120,16 @@ class _Known:
 
 
 class _Examiners:
-    """Two worker processes: one for first verdicts, one for complete results."""
+    """Worker processes: for first verdicts one, or on a GPU two, and one for complete results. NVRTC compiles one
+    program at a time in a process, so two workers compile the two binaries of most kernels in half of the time."""
 
     def __init__(self, job: Job, first: bool):
         self._gpu_lock = NamedTemporaryFile(prefix="sandbox-watch-") if first and job.device != HOST else None  # noqa: SIM115
         self._job = replace(job, gpu_lock=Path(self._gpu_lock.name)) if self._gpu_lock else job
-        self._threads = ThreadPoolExecutor(2, "watching")
+        count = 0 if not first else 1 if job.device == HOST else _FIRST_WORKERS
+        self._threads = ThreadPoolExecutor(2 + count, "watching")
         self._complete = self._worker(examine.examine)
-        self._first = self._worker(examine.first_verdict) if first else None
+        self._first = [self._worker(examine.first_verdict) for _ in range(count)]
 
     def _worker(self, work: Work) -> Worker:
         return Worker(work, partial(examine.prepare, self._job))
@@ -137,7 +140,7 @@ class _Examiners:
 
         On a GPU both compile at the same time, with little and with full optimisation. On the CPU backend the cores are
         free for the first verdict; then the sanitizers run."""
-        first = self._threads.submit(_examined, self._first, self._job) if self._first else None
+        first = self._threads.submit(self._first_verdict) if self._first else None
         if first and self._job.device == HOST:
             wait([first], _HEAD_START_SECONDS)
         complete = self._threads.submit(_examined, self._complete, self._job)
@@ -157,15 +160,24 @@ class _Examiners:
         if found.pending:
             yield found
             found = _with_counts(self._complete, found)
-        if self._first and (found.findings or (first and not first.done())):
-            # It may still run, or a store out of bounds may have changed its memory.
-            self._first.close()
-            self._first = self._worker(examine.first_verdict)
+        if found.findings or (first and not first.done()):
+            # They may still run, or a store out of bounds may have changed their memory.
+            for i, worker in enumerate(self._first):
+                worker.close()
+                self._first[i] = self._worker(examine.first_verdict)
         yield found
+
+    def _first_verdict(self) -> VersionResult | None:
+        """None if there is no fast compilation for this kernel."""
+        count = len(self._first)
+        jobs = [replace(self._job, share=(i, count)) for i in range(count)]
+        parts = [*self._threads.map(_examined, self._first, jobs)]
+        there = [part for part in parts if part]
+        return examine.merged(there) if len(there) == count else None
 
     def close(self) -> None:
         """End the processes."""
-        for worker in filter(None, (self._first, self._complete)):
+        for worker in (*self._first, self._complete):
             worker.close()
         self._threads.shutdown()
         if self._gpu_lock:

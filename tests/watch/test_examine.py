@@ -565,6 +565,26 @@ def test_each_binary_is_compiled_once() -> None:
     problems = PROBLEM, dataclasses.replace(PROBLEM, Sq=7), causal, dataclasses.replace(PROBLEM, D=128, Sq=9)
     trials = [(Case("case", p), tile) for p in problems for tile in tiles[:2]]
     assert examine._variants(kernel, trials, JOB) == [(p, tile) for p in (PROBLEM, causal) for tile in tiles[:2]]
+    halves = [examine._shared(kernel, trials, dataclasses.replace(JOB, share=(i, 2))) for i in range(2)]
+    assert sorted(map(trials.index, [*halves[0], *halves[1]])) == [*range(len(trials))]
+    binaries = [examine._variants(kernel, half, JOB) for half in halves]
+    assert [len(each) for each in binaries] == [2, 2]
+    assert not {*binaries[0]} & {*binaries[1]}
+
+
+def test_shares_of_a_first_verdict_are_merged() -> None:
+    """A failure decides, then a correct result; a share may have no case."""
+    correct = VersionResult("ok", results=(result(True),), compiling=1.0, notes=("a",), output="x")
+    none, refused = VersionResult("ok"), VersionResult("refused", "no", notes=("a", "b"), compiling=2.0, output="y")
+    wrong = VersionResult("wrong", "row 3", results=(result(False),))
+    assert examine.merged([correct, none]) == correct
+    both = examine.merged([refused, correct])
+    assert (both.stage, both.results, both.notes) == ("ok", correct.results, ("a", "b"))
+    assert (both.compiling, both.output) == (2.0, "yx")
+    assert examine.merged([correct, wrong]).message == "row 3"
+    assert examine.merged([correct, wrong]).results == correct.results + wrong.results
+    assert examine.merged([none, refused]).stage == "refused"
+    assert examine.merged([none, none]).stage == "ok"
 
 
 def test_counts_are_empty_without_a_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:

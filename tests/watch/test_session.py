@@ -173,6 +173,8 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[lis
 
 SLOW = dataclasses.replace(OK, setting="complete")
 STARTED = ["start complete", "start first"]
+GPU: Device = ("cuda", 0)
+STARTED_ON_GPU = [*STARTED, "start first"]  # two workers for first verdicts
 
 
 @pytest.mark.parametrize(
@@ -187,14 +189,31 @@ def test_what_follows_a_verdict(device: Device, pending: str, results: Any) -> N
     complete = lambda job: shown.wait(60) and SLOW  # noqa: E731
     found, events = results(device, unchanged=lambda: shown.set() or True, first=lambda job: OK, complete=complete)  # type: ignore[func-returns-value]
     assert found == [dataclasses.replace(OK, pending=pending), SLOW]
-    assert events == STARTED
+    assert events == (STARTED if device == HOST else STARTED_ON_GPU)
+
+
+def test_first_verdicts_are_shared_on_a_gpu(results: Any) -> None:
+    """Each worker has its share, and one wrong result decides."""
+    shown, jobs = threading.Event(), list[Job]()
+    wrong = VersionResult("wrong", "row 3")
+
+    def first(job: Job) -> VersionResult:
+        jobs.append(job)
+        return wrong if job.share[0] == 1 else OK
+
+    complete = lambda job: shown.wait(60) and SLOW  # noqa: E731
+    found, _ = results(GPU, unchanged=lambda: shown.set() or True, first=first, complete=complete)  # type: ignore[func-returns-value]
+    assert [(each.stage, each.message) for each in found] == [("wrong", "row 3"), ("ok", "")]
+    assert sorted(job.share for job in jobs) == [(0, 2), (1, 2)]
+    found, _ = results(GPU, first=lambda job: None if job.share[0] else OK, complete=lambda job: SLOW)
+    assert found == [SLOW]  # no fast compilation: no first verdict
 
 
 def test_a_complete_result_that_comes_first(results: Any) -> None:
-    """It is the only one. The process that still runs the kernel is replaced."""
-    found, events = results(("cuda", 0), first=lambda job: "until closed", complete=lambda job: SLOW)
+    """It is the only one. The processes that still run the kernel are replaced."""
+    found, events = results(GPU, first=lambda job: "until closed", complete=lambda job: SLOW)
     assert found == [SLOW]
-    assert events == [*STARTED, "close first", "start first"]
+    assert events == [*STARTED_ON_GPU, *["close first", "start first"] * 2]
     assert results(both=False, complete=lambda job: SLOW) == ([SLOW], ["start complete"])
 
 
@@ -230,7 +249,8 @@ def test_two_workers_take_turns_on_a_gpu(
     assert bool(lock and lock.is_file()) == locked
     examiners.close()
     assert not (lock and lock.exists())
-    assert session.Worker.events[2 if first else 1 :] == ["close first"] * first + ["close complete"]  # type: ignore[attr-defined]
+    count = 0 if not first else 1 if device == HOST else 2
+    assert session.Worker.events[1 + count :] == ["close first"] * count + ["close complete"]  # type: ignore[attr-defined]
 
 
 # ---- saves
