@@ -129,7 +129,7 @@ def _load(spec: Path) -> Mapping[str, Any]:
     with mistakes_of(spec, _called(spec)):
         name = f"kernels_cu.{spec.stem}"
         if name not in sys.modules:
-            _texts[name] = spec.read_bytes()
+            _imported[spec] = _version(spec)
         return vars(importlib.import_module(name))
 
 
@@ -182,7 +182,17 @@ def _not_found(name: str) -> str:
 
 
 _generation = 0
-_texts: dict[str, bytes] = {}  # {module of a spec: its text before it was imported}
+_imported: dict[Path, tuple[int, bytes]] = {}  # the version of each spec that was imported
+
+
+def _version(spec: Path) -> tuple[int, bytes]:
+    """(time of the last change, content). The time, too, because Python may have imported an old .pyc: it does not see
+    the second of two changes within a second that leave the size the same."""
+    return spec.stat().st_mtime_ns, spec.read_bytes()
+
+
+def _changed(spec: Path) -> bool:
+    return not spec.is_file() or _imported.get(spec) != _version(spec)
 
 
 def generation() -> int:
@@ -191,14 +201,14 @@ def generation() -> int:
 
 
 def forget() -> None:
-    """Makes the next call read the specs again, those of `kernels_cu` only if their texts have changed: importing all
-    of them takes 50 ms, which `watch` would add to each verdict."""
+    """Makes the next call read the specs again. Those of `kernels_cu` are imported again only if one has changed:
+    importing them takes 50 ms, which `watch` would add to each verdict."""
     global _generation  # noqa: PLW0603
     with _reading:
         _generation += 1
-        for name in [name for name in sys.modules if name.startswith("kernels_cu.")]:
-            file = FOLDER / f"{name.removeprefix('kernels_cu.')}.py"
-            if not file.is_file() or _texts.get(name) != file.read_bytes():
+        names = [name for name in sys.modules if name.startswith("kernels_cu.")]
+        if any(_changed(FOLDER / f"{name.removeprefix('kernels_cu.')}.py") for name in names):
+            for name in names:
                 del sys.modules[name]
         importlib.invalidate_caches()
         _read.cache_clear()

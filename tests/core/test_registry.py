@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import os
 import re
 import sys
 import threading
@@ -259,3 +260,24 @@ def test_specs_are_read_anew_after_forget(folder: Path) -> None:
     assert registry.get("fwd_minimal").rung == 1
     registry.forget()
     assert registry.get("fwd_minimal").rung == 7
+
+
+def test_specs_are_imported_again_only_after_a_change(folder: Path) -> None:
+    """All of them, because one may import from another; also after a change of the time alone, because Python may have
+    imported an old .pyc."""
+    put(folder, "one", SPEC)
+    put(folder, "two", SPEC.replace("fwd_minimal", "fwd_other"))
+
+    def modules() -> list[object]:
+        assert list(registry.kernels()) == ["fwd_minimal", "fwd_other"]
+        return [sys.modules[f"kernels_cu.{spec}"] for spec in ("one", "two")]
+
+    first = modules()
+    registry.forget()
+    assert [a is b for a, b in zip(first, modules(), strict=True)] == [True, True]
+    os.utime(folder / "two.py", ns=(0, 0))
+    registry.forget()
+    assert [a is b for a, b in zip(first, modules(), strict=True)] == [False, False]
+    (folder / "two.py").unlink()
+    registry.forget()
+    assert list(registry.kernels()) == ["fwd_minimal"]
