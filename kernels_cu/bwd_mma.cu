@@ -245,7 +245,7 @@ extern "C" __global__ __launch_bounds__(THREADS, MIN_BLOCKS) void bwd_mma(
 // the same index have added, in all blocks. LIMIT_BLOCKS: variants that need 512 / THREADS as the minimum number
 // of blocks in __launch_bounds__. Without a number (DQ_BLOCKS = 0) ptxas limits their registers, so that more blocks
 // fit on an SM, and they spill.
-constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || Head::ELEMENT_MASK ||
+constexpr bool LIMIT_BLOCKS = HEAD_DIM > 128 || HEAD_DIM == 64 || Head::ELEMENT_MASK ||
                               (D_PAD > HEAD_DIM && (Snippet::HAS_SCORE_MOD || DROPOUT));
 constexpr int DQ_BLOCKS = LIMIT_BLOCKS ? 512 / THREADS : 0;
 extern "C" __global__ __launch_bounds__(THREADS, DQ_BLOCKS) void bwd_mma_postprocess(
