@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from sandbox.bench.peers import Contender, Ready
 from sandbox.core.errors import UnsupportedProblem
 from sandbox.core.problem import Problem
+
+# FlashAttention-4 compiles a kernel for seconds; with this, it keeps it for later runs. Read when it is imported.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def flash_attention(name: str, module: str, package: str, paged: bool = True) -> Contender:
