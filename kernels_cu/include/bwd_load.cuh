@@ -8,7 +8,8 @@
 // LSE becomes NaN, so that non_finite.cuh computes the gradients of its row.
 //
 // Dropout: LSE is reduced so that P contains the factor f = 1 / (1 - p) of kept elements, and delta is divided by f.
-// With P' = f P before dropout and P_d' after it, dV = P_d'^T dO and dS = P_d' dP - P' (delta / f).
+// With P' = f P before dropout and P_d' after it, dV = P_d'^T dO and dS = P_d' dP - P' (delta / f). Where P' exceeds
+// float16 (p > 0.99998), non_finite.cuh computes the gradients.
 __device__ __forceinline__ void load_LSE_or_delta(float* to, const float* from, int rows, bool is_LSE,
                                                   float dropout_factor) {
     float x[BLOCK_M / 16];  // all loads are issued before the first store

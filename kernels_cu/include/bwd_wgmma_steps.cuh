@@ -38,7 +38,8 @@ __device__ __forceinline__ void mma_dQ(float (&dQ)[R], Descriptor A, Descriptor 
     wgmma_commit();
 }
 
-// P = exp2(S * scale_log2 - LSE * log2(e)). stats: -LSE * log2(e) from the lane's first query on.
+// P = exp2(S * scale_log2 - LSE * log2(e)). stats: -LSE * log2(e), with dropout plus log2 of its factor
+// (load_LSE_or_delta in bwd_load.cuh), from the lane's first query on.
 template <int STEPS>
 __device__ __forceinline__ void compute_P(unsigned (&P)[STEPS][4], const float (&S)[8 * STEPS], float scale_log2,
                                           const float* stats) {

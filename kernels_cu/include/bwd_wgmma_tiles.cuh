@@ -12,8 +12,8 @@ constexpr bool SPLIT_HEAD_DIM = BLOCK_N == 64;
 constexpr bool BIAS_TILES = BIAS_HAS_TENSOR_MAP;  // the bias has a tensor map
 // Whether the mask is applied to P instead of S: true with a score modification whose derivative is not 1. Reason: with
 // a mask of S, ptxas packs the derivatives to 16 bits after the mask's branch. S and 32-bit derivatives are then live
-// at the same time, and registers spill.
-constexpr bool MASKS_P = Head::HAS_DERIVATIVE;
+// at the same time, and registers spill. Also with dropout and an element mask, where fewer registers spill.
+constexpr bool MASKS_P = Head::HAS_DERIVATIVE || (DROPOUT && Head::ELEMENT_MASK);
 // Whether n0, the block's first key, is kept in a register. Otherwise n0 is computed from blockIdx on each use, to save
 // the register. RAGGED, DETERMINISTIC: blockIdx does not determine n0. DROPOUT: with the computation, registers spill.
 // SPLIT_HEAD_DIM: there are registers to spare.

@@ -146,7 +146,16 @@ def test_all_blocks_add_dq_if_a_causal_head_exceeds_a_wave(
     monkeypatch.setitem(kernel.grid.__globals__, "HOPPER_SMS", problem.key_tiles(tile.BLOCK_N) - 1)
     elements, zeroed = kernel.scratch["dQ_accum"](problem, tile)
     assert zeroed == elements
+    assert kernel.defines(problem, tile)["ZEROED_DQ"]
     assert check.verify(kernel, Case("zeroed", problem), device, tile=tile).ok
+
+
+@pytest.mark.parametrize(("D", "p"), [(128, 0.99999), (128, 1.0), (256, 1.0)])
+def test_dropout_of_almost_all_or_all_elements(D: int, p: float, device: Device) -> None:
+    """P contains the factor 1 / (1 - p): 100000, which exceeds float16, or 0."""
+    problem = spec.Problem(1, 2, 600, 300, D, dtype="float16", causal="bottom-right", dropout=p)
+    result = check.verify(registry.get("bwd_wgmma"), Case("factor", problem), device)
+    assert result.ok, result.message
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
