@@ -97,8 +97,8 @@ def first_verdict(job: Job, report_stage: ReportStage) -> tuple[VersionResult | 
 
 
 def merged(parts: Sequence[VersionResult]) -> VersionResult:
-    """The first verdict of workers that each had a share of the cases, which may be empty: that of the first worker that
-    failed, else of one with a correct result, else of one whose cases are not supported."""
+    """The first verdict of workers that each had a share of the cases, which may be empty: that of the first worker
+    that failed, else of one with a correct result, else of one whose cases are not supported."""
     failed = [part for part in parts if part.stage not in ("ok", "refused")]
     correct = [part for part in parts if part.ok and part.results]
     refused = [part for part in parts if part.stage == "refused"]
