@@ -167,9 +167,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void bwd_wgmma(
 #endif
     // Programmatic dependent launch: this block can start as soon as all blocks of bwd_preprocess have exited, but
     // their writes are visible only after griddepcontrol_wait. Before griddepcontrol_wait the block reads only what
-    // earlier launches have written: the tile counter (only if DETERMINISTIC; zeroed before all entry points), the block
-    // map (bwd_preprocess has waited for the kernel that writes it) and dropout's seed (from before the first entry point
-    // of the call, which does not overlap with earlier work). After griddepcontrol_wait: delta, work_tiles.
+    // earlier launches have written: the tile counter (only if DETERMINISTIC; zeroed before all entry points), the
+    // block map (bwd_preprocess has waited for the kernel that writes it) and dropout's seed (from before the first
+    // entry point of the call, which does not overlap with earlier work). After griddepcontrol_wait: delta, work_tiles.
     if (Head::HAS_BLOCK_MAP) {
         // With a block map the kernel is neither DETERMINISTIC nor RAGGED: blockIdx determines the work tile.
         const BwdWorkTile work_tile(0, work_tile_heads(Hk, group));
