@@ -42,7 +42,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 class Workers:
-    """Stands for both workers: `first` and `complete` answer their jobs."""
+    """Stands for all workers: `first` and `complete` answer their jobs."""
 
     def __init__(self, first: Answer, complete: Answer, ended: threading.Event | None = None):
         self.answers = {examine.first_verdict: first, examine.examine: complete}
@@ -90,9 +90,10 @@ def test_the_verdict_precedes_the_complete_result(watched: Callable[..., Iterato
     assert last.latency == first.latency <= first.elapsed <= last.elapsed
 
 
-def test_both_compile_at_the_same_time_on_a_gpu(watched: Callable[..., Iterator[session.Iteration]]) -> None:
-    """They launch in turn: both jobs name the same lock."""
-    together, locks = threading.Barrier(2, timeout=60), set()
+def test_all_compile_at_the_same_time_on_a_gpu(watched: Callable[..., Iterator[session.Iteration]]) -> None:
+    """Two workers for the first verdict and one for the complete result. They launch in turn: all jobs name the same
+    lock."""
+    together, locks = threading.Barrier(3, timeout=60), set()
 
     def answer(job: Job) -> VersionResult:
         together.wait()
