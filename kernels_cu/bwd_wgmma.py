@@ -11,12 +11,12 @@ from sandbox.spec import (
     Problem,
     Tile,
     cdiv,
+    head_groups,
     mask_of,
     query_splits,
     unsupported_by_wgmma,
 )
 
-MIN_WINDOW_HEADS = 16  # fewest heads of an L2 head group with a left bound (window): such work tiles are short
 MAP_WORDS = 128  # of GroupBlockMap in m_block_range.cuh: 32-bit words, one bit per m_block and head of a group
 
 
@@ -157,25 +157,6 @@ def per_query_head(p: Problem) -> Problem:
     return replace(p, Hk=p.H)
 
 
-def head_group_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """(heads of an L2 head group, n_blocks, groups): a group has one wave of work tiles, half a wave if a head has
-    at most four n_blocks; with a left bound (window) it has at least MIN_WINDOW_HEADS heads, or all heads. See
-    L2_HEAD_GROUPS in include/tile_scheduler_bwd.cuh."""
-    tiles, heads = p.key_tiles(t.BLOCK_N), p.batches * p.Hk
-    if not heads:
-        return 1, tiles, 0
-    groups = round(heads * tiles / (HOPPER_SMS if tiles > 4 else HOPPER_SMS / 2))
-    width = cdiv(heads, min(max(groups, 1), heads))
-    if p.bounds[0] is not None:
-        width = max(width, min(heads, MIN_WINDOW_HEADS))
-    return width, tiles, cdiv(heads, width)
-
-
-def nondeterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """L2 head groups if the mask limits the last key (causal): work tiles then have different lengths."""
-    return (p.key_tiles(t.BLOCK_N), p.Hk, p.batches) if p.ragged or p.bounds[1] is None else head_group_grid(p, t)
-
-
 nondeterministic = Kernel(
     name="bwd_wgmma",
     computes="backward",
@@ -197,7 +178,7 @@ nondeterministic = Kernel(
         Tile(BLOCK_M=64, BLOCK_N=128, STAGES=2),
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2),  # other D > 128, and where the tile above spills (D <= 192 with a mask)
     ),
-    grid=nondeterministic_grid,
+    grid=head_groups.grid,
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,
     supports=supports,
@@ -246,7 +227,7 @@ split_group = replace(
     summary="bwd_wgmma with a work tile per query head: for few key/value heads or keys",
     supports=supports_split_group,
     macros={"SPLIT_GROUP": 1},
-    grid=lambda p, t: nondeterministic_grid(per_query_head(p), t),
+    grid=lambda p, t: head_groups.grid(per_query_head(p), t),
     scratch={
         "dQ_accum": dQ_accum,
         "work_tiles": lambda p, t: work_tiles(per_query_head(p), t),
@@ -272,23 +253,6 @@ split_group = replace(
 )
 
 
-def deterministic_grid(p: Problem, t: Tile) -> tuple[int, int, int]:
-    """L2 head groups. With a left bound (window) work tiles are about equally long, and a group has a wave, rounded up
-    to whole heads.
-
-    Without a mask the width of head_group_grid is multiplied, so that fewer blocks of the same head start together and
-    wait for each other's semaphores: with BLOCK_N = 128 by 2 for 4096 to 8192 keys, with BLOCK_N = 64 by 2 from 4096
-    keys on and by 4 from 8192 on (measured).
-    """
-    width, tiles, _ = head_group_grid(p, t)
-    heads, keys = p.batches * p.Hk, tiles * t.BLOCK_N
-    if p.bounds[0] is not None and tiles:
-        width = min(cdiv(HOPPER_SMS, tiles), heads)
-    elif p.bounds[1] is None and heads and keys >= 4096 and (t.BLOCK_N == 64 or keys <= 8192):
-        width = min((4 if t.BLOCK_N == 64 and keys >= 8192 else 2) * width, heads)
-    return width, tiles, cdiv(heads, width) if heads else 0
-
-
 def supports_deterministic(p: Problem, arch: Arch | None) -> str | None:
     """Also requires that there is no block map: the kernel computes the order of additions to a dQ tile from ranges of
     visible keys."""
@@ -310,7 +274,7 @@ deterministic_kernel = replace(
     supports=supports_deterministic,
     macros={"DETERMINISTIC": 1},
     macros_of=lambda p, t: {},
-    grid=deterministic_grid,
+    grid=head_groups.deterministic_grid,
     smem_bytes=lambda p, t: smem_bytes(p, t, deterministic=True),
     scratch={**nondeterministic.scratch, "dQ_accum": dQ_accum_with_semaphores},
     then=tuple(

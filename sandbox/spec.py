@@ -1,6 +1,6 @@
 """Everything that a spec in `kernels_cu/` may import from `sandbox`. No third-party package is imported."""
 
-from .core import decode_tiles, query_splits, wgmma_tiles
+from .core import decode_tiles, head_groups, query_splits, wgmma_tiles
 from .core.dtypes import ITEMSIZE
 from .core.estimates import decode_us, keys_of_row, wgmma_us
 from .core.kernel import (
@@ -68,6 +68,7 @@ __all__ = [
     "decode_us",
     "fields_of_splits",
     "fields_of_stream_k",
+    "head_groups",
     "key_ranges",
     "keys_of_row",
     "mask_of",

@@ -8,9 +8,9 @@
 #include "score_mod.cuh"
 
 // The order of work tiles. To change it, edit the constructor of BwdWorkTile and, unless DETERMINISTIC,
-// n_block_of_block (m_block_range.cuh calls it as well); the grid in bwd_wgmma.py; and the conditions in bwd_wgmma.cu
-// under which a block has no work tile. If DETERMINISTIC, semaphore_target must count the work tiles in the same order:
-// otherwise blocks can deadlock.
+// n_block_of_block (m_block_range.cuh calls it as well); the grid in sandbox/core/head_groups.py; and the conditions in
+// bwd_wgmma.cu under which a block has no work tile. If DETERMINISTIC, semaphore_target must count the work tiles in
+// the same order: otherwise blocks can deadlock.
 //
 // STREAM_K: whole work tiles in the order of blockIdx, then parts of work tiles (bwd_stream_k.cuh).
 //

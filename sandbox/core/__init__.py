@@ -8,6 +8,7 @@ __all__ = [
     "errors",
     "estimates",
     "files",
+    "head_groups",
     "interrupts",
     "jsonl",
     "kernel",

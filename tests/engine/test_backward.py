@@ -143,7 +143,7 @@ def test_all_blocks_add_dq_if_a_causal_head_exceeds_a_wave(
     tile = choose.choose_tile(kernel, problem, None)
     elements, zeroed = kernel.scratch["dQ_accum"](problem, tile)
     assert 0 < zeroed < elements
-    monkeypatch.setitem(kernel.grid.__globals__, "HOPPER_SMS", problem.key_tiles(tile.BLOCK_N) - 1)
+    monkeypatch.setitem(kernel.scratch["dQ_accum"].__globals__, "HOPPER_SMS", problem.key_tiles(tile.BLOCK_N) - 1)
     elements, zeroed = kernel.scratch["dQ_accum"](problem, tile)
     assert zeroed == elements
     assert kernel.defines(problem, tile)["ZEROED_DQ"]
