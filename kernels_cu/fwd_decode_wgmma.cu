@@ -4,19 +4,19 @@
 // The query heads of a key/value head are the rows of one tile (packed GQA), as in fwd_decode: BLOCK_M packed rows. The
 // operands are swapped (S^T = K Q^T, O^T = V^T P^T): wgmma's M is 64 keys (BLOCK_N), and then 64 columns of V, and its
 // N is BLOCK_M. Few query rows therefore waste no work of the tensor cores. The kernel is persistent: a work tile is
-// BLOCK_M packed rows of one key/value head, two blocks share an SM, and all blocks have the same number of work tiles,
-// or one fewer.
+// BLOCK_M packed rows of one key/value head, two blocks share an SM up to D = 128, and all blocks have the same number
+// of work tiles, or one fewer.
 //
 // clang-format off
 //   load warp     K0 V0 K1 V1 ... next work tile ...   STAGES stages of K and V, each with a full and an empty mbarrier
 //   warpgroup     P^T -> shared memory | S^T = K Q^T of the next tile | O^T += V^T P^T       per tile of 64 keys
 //
-//   shared memory: Q | P [2], reused by O | K [STAGES] | V [STAGES] | row statistics | mbarriers
+//   shared memory: Q | P [2], or O | K [STAGES] | V [STAGES] | row statistics | mbarriers
 // clang-format on
 //
-// With up to 32 rows (OVERLAP_QK) S^T of the next tile is issued before O^T of this one, so that P of the next tile is
-// computed during O^T: 0.64 instead of 0.74 us per tile. The time of a tile matters for blocks that finish after all
-// others, in the last 10 us of a launch: 0.3% with 512 heads of 8192 keys.
+// With up to 32 rows or one block per SM (OVERLAP_QK) S^T of the next tile is issued before O^T of this one, so that P
+// of the next tile is computed during O^T: 0.64 instead of 0.74 us per tile. The time of a tile matters for blocks that
+// finish after all others, in the last 10 us of a launch: 0.3% with 512 heads of 8192 keys.
 //
 // In fwd_decode each warp has other keys. To combine the results of the warps takes 4 us per head, during which the SM
 // loads nothing. Here the warps share all keys, and the keys of the next head load while O is stored.

@@ -6,9 +6,9 @@ SMS = 132  # SMs of the H100 and H200
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
-    """Q, P twice, stages of K and V, row statistics, mbarriers; rows padded to multiples of 128 bytes."""
+    """Q, P twice or O, stages of K and V, row statistics, mbarriers; rows padded to multiples of 128 bytes."""
     row, row_v = 128 * cdiv(p.D, 64), 128 * cdiv(p.Dv, 64)
-    return t.BLOCK_M * (row + 2 * 128 + 20) + t.STAGES * (t.BLOCK_N * (row + row_v) + 32)
+    return t.BLOCK_M * (row + max(2 * 128, row_v) + 20) + t.STAGES * (t.BLOCK_N * (row + row_v) + 32)
 
 
 def row_tiles(p: Problem, rows: int) -> int:
@@ -72,15 +72,19 @@ def rank(p: Problem, t: Tile) -> int:
 
 
 def first_for(p: Problem) -> bool:
-    """Where it is faster than fwd_decode and fwd_wgmma (experiments/020_decode): few queries, many keys, and enough
-    heads for nearly every SM. With up to 16 packed rows only if the work tiles are balanced."""
-    rows = p.Sq * p.group
+    """Where it is faster than fwd_decode and fwd_wgmma_split (experiments/020_decode): few queries, many keys, and
+    enough work tiles. With up to 16 packed rows only if they are balanced, and with D from 72 to 128; with more rows
+    and D up to 128, if they are enough for nearly every SM. With larger D, where fwd_decode computes longer than it
+    reads, fewer blocks read at full speed; with 64 rows more are needed."""
+    rows, width = p.Sq * p.group, max(p.D, p.Dv)
     if not (0 < 16 * p.Sq <= p.Sk and rows <= 64):
         return False
     if p.ragged or p.key_lengths or p.page_size or p.reads_elements:  # differ in length, or read memory
         return False
     count = work_tiles(p, rows_of(p))
-    return balanced(count) if rows <= 16 else count >= 0.9 * SMS
+    if rows <= 16:
+        return 64 < width <= 128 and balanced(count)
+    return count >= (0.9 if width <= 128 else 0.36 if rows_of(p) <= 32 else 0.7) * SMS
 
 
 kernel = Kernel(
@@ -91,7 +95,7 @@ kernel = Kernel(
     invariant_to=("runs", "entries", "batch", "heads", "SMs", "strides"),
     summary="decoding with enough heads to fill the GPU: packed GQA on warpgroup MMA, fed by TMA, no split-KV",
     dtypes=("float16", "bfloat16"),
-    max_D=128,
+    max_D=256,
     default=True,
     min_arch=(9, 0),
     arch_suffix="a",
@@ -100,6 +104,9 @@ kernel = Kernel(
         Tile(BLOCK_M=32, BLOCK_N=64, STAGES=3, BLOCKS=132, BLOCKS_PER_SM=2),
         Tile(BLOCK_M=32, BLOCK_N=64, STAGES=2, BLOCKS=132, BLOCKS_PER_SM=2),
         Tile(BLOCK_M=16, BLOCK_N=64, STAGES=2, BLOCKS=132, BLOCKS_PER_SM=2),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=2, BLOCKS=132, BLOCKS_PER_SM=1),
+        Tile(BLOCK_M=32, BLOCK_N=64, STAGES=3, BLOCKS=132, BLOCKS_PER_SM=1),
+        Tile(BLOCK_M=16, BLOCK_N=64, STAGES=3, BLOCKS=132, BLOCKS_PER_SM=1),
     ),
     grid=grid,
     block=lambda t: (160, 1, 1),

@@ -14,16 +14,17 @@ constexpr int ROWS_PER_THREAD = Fragment::ROWS;
 using Queries = Swizzled<BLOCK_M, D_PAD>;
 using Keys = Swizzled<BLOCK_N, D_PAD>;
 using Values = Swizzled<BLOCK_N, DV_PAD>;
-using PTile = Swizzled<BLOCK_M, BLOCK_N>;   // P; and 64 columns of O
-constexpr bool OVERLAP_QK = BLOCK_M <= 32;  // S^T of the next tile before O^T of this one; with 64 rows it spills
-constexpr float P_LIMIT = 16384.0f;         // fp16 holds it (max 65504)
+using PTile = Swizzled<BLOCK_M, BLOCK_N>;  // P; and 64 columns of O
+// S^T of the next tile is issued before O^T of this one. With 64 rows and two blocks per SM it spills.
+constexpr bool OVERLAP_QK = BLOCK_M <= 32 || BLOCKS_PER_SM == 1;
+constexpr float P_LIMIT = 16384.0f;                           // fp16 holds it (max 65504)
 constexpr unsigned CONSUMER_BARRIER = 1, BARRIERS_READY = 2;  // named barriers
 static_assert(BLOCK_M % 16 == 0 && BLOCK_N == 64, "64 keys are the rows of S^T");
-static_assert(Values::SLABS <= 2, "O is stored in the two buffers of P");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
 
 // Names that end in _AT are offsets in shared memory, in bytes.
-constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + 2 * PTile::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
+constexpr unsigned P_TILES = Values::SLABS > 2 ? Values::SLABS : 2;  // two of P; then O is stored there
+constexpr unsigned P_AT = Queries::BYTES, K_AT = P_AT + P_TILES * PTile::BYTES, V_AT = K_AT + STAGES * Keys::BYTES,
                    ROW_STATS_AT = V_AT + STAGES * Values::BYTES, BARRIERS_AT = ROW_STATS_AT + 5 * 4 * BLOCK_M;
 using KPipeline = Pipeline<BARRIERS_AT>;
 using VPipeline = Pipeline<KPipeline::END>;

@@ -60,9 +60,11 @@ template <class Slab, int COLUMNS, unsigned THREADS>
 __device__ __forceinline__ void store_packed_rows(const char* slabs, const View<dtype>& O,
                                                   const PackedWorkTile& work_tile, const Head& group_head) {
     constexpr int CHUNKS = (COLUMNS + 63) / 64 * 8;  // of 8 columns
+    // Opaque: otherwise the compiler computes the rows of 24 chunks before the mainloop, and spills.
+    const int thread = CHUNKS & (CHUNKS - 1) ? opaque(threadIdx.x) : threadIdx.x;
 #pragma unroll
     for (int first = 0; first < BLOCK_M * CHUNKS; first += THREADS) {
-        const int i = first + threadIdx.x, row = i / CHUNKS, chunk = i % CHUNKS;
+        const int i = first + thread, row = i / CHUNKS, chunk = i % CHUNKS;
         if (!work_tile.has(row) || chunk * 8 >= COLUMNS) continue;
         const char* const from = slabs + chunk / 8 * Slab::BYTES + Slab::chunk(row, chunk % 8);
         *reinterpret_cast<uint4*>(group_head.query(O, work_tile.head(row), work_tile.query(row)) + 8 * chunk) =

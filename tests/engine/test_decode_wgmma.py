@@ -57,6 +57,15 @@ def test_the_last_keys(rows: int, device: Device) -> None:
         assert result.ok, result
 
 
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_wide_heads(rows: int, device: Device) -> None:
+    """O of more than 128 columns needs more shared memory than the two tiles of P."""
+    for D, Dv, inputs in ((256, 256, "normal"), (136, 200, "large"), (256, 64, "large")):
+        problem = Problem(2, 12, 4, 200, D, Hk=2, Dv=Dv, dtype="bfloat16", causal="bottom-right")  # 24 packed rows
+        result = check.verify(KERNEL, Case("wide", problem, inputs), device, tile_of(rows, 2, 2))
+        assert result.ok, f"{problem}: {result}"
+
+
 def test_maxima_that_rise_along_the_mainloop() -> None:
     """Key tiles are visited in descending order: if scores grow towards the first key, each tile raises m."""
     rng = np.random.default_rng(0)
@@ -93,15 +102,16 @@ def test_nan_reaches_only_rows_that_see_it(device: Device) -> None:
 
 def test_selection_with_many_heads() -> None:
     """With 16 packed rows only if the work tiles are balanced; BLOCK_M as large as options permit; with 32 rows three
-    stages if balanced."""
+    stages if balanced. With D above 128 more than 16 rows, and enough work tiles for the number of rows."""
     of = lambda B, Sq, **options: Problem(B, 32, Sq, 8192, Hk=8, **{"D": 128, "dtype": "bfloat16", **options})  # noqa: E731
     found = [of(128, 1), of(16, 1), of(48, 8), of(16, 16), of(32, 16, causal="bottom-right"), of(64, 16, D=64),
-             of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True)]  # fmt: skip
+             of(64, 8, softcap=9.0, window=(1000, 0)), of(64, 16, sink=True),
+             of(6, 5, D=256), of(64, 8, D=136), of(12, 16, D=256)]  # fmt: skip
     tiles = [choose.choose_tile(KERNEL, p, (9, 0)) for p in found]
-    assert [t.BLOCK_M for t in tiles] == [16, 16, 32, 64, 64, 64, 32, 32]
-    assert [t.STAGES for t in tiles] == [2, 2, 2, 2, 2, 2, 3, 3]
+    assert [t.BLOCK_M for t in tiles] == [16, 16, 32, 64, 64, 64, 32, 32, 32, 32, 64]
+    assert [t.STAGES for t in tiles] == [2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 2]
     left = [of(32, 1), of(48, 1), of(100, 1), of(8, 8), of(4, 16), of(8, 32), of(64, 8, key_lengths=True),
-            of(64, 8, D=136), of(64, 8, bias=(1, 32, 8, 8192)),
+            of(5, 5, D=256), of(10, 16, D=256), of(128, 1, D=256), of(64, 8, bias=(1, 32, 8, 8192)),
             of(64, 1, dtype="float8_e4m3", page_size=16)]  # fmt: skip
     for problems, takes in ((found, True), (left, False)):
         for p in problems:
