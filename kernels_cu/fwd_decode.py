@@ -142,14 +142,15 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 def first_for(p: Problem) -> bool:
     """Problems on which this kernel is faster than fwd_mma and fwd_wgmma, or fwd_wgmma_fp8 (experiment 020): few rows
-    and many keys, or up to 256 rows if tiles of 128 queries would leave half of the SMs idle. Of ragged queries over
-    pages, those with few rows in every sequence; otherwise it computes the short ones (`short_sequences` of fwd_wgmma,
-    experiment 028)."""
+    and many keys, or up to 256 rows if tiles of 128 queries would leave half of the SMs idle; or few blocks. Of ragged
+    queries over pages, those with few rows in every sequence; otherwise it computes the short ones (`short_sequences`
+    of fwd_wgmma, experiment 028)."""
     if p.ragged:
         return p.short or (p.page_size > 0 and p.Sq * p.group <= 64)
     rows, max_rows = p.Sq * p.group, 128 if max(p.D, p.Dv) <= 64 and not p.float8_keys else 64
     few_rows, few_tiles = p.Sq <= 32 and rows <= max_rows, p.B * p.H * cdiv(p.Sq, 128) <= 66 and rows <= 256
-    return 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.has_block_map
+    few_queries = 0 < 16 * p.Sq <= p.Sk and (few_rows or few_tiles) and not p.has_block_map
+    return few_queries or decode_tiles.few_blocks(p)
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:

@@ -13,6 +13,7 @@ from sandbox.spec import (
     ascending_from_0,
     best_splits,
     cdiv,
+    decode_tiles,
     decode_us,
     fields_of_splits,
     fields_of_stream_k,
@@ -24,6 +25,7 @@ from sandbox.spec import (
     split_floats,
     split_us,
     splits_by_range,
+    stream_k_us,
     tiles_of_heads,
     unsupported_by_wgmma,
     wgmma_tiles,
@@ -249,18 +251,20 @@ def supports_split(p: Problem, arch: Arch | None) -> str | None:
 
 def first_for_split(p: Problem) -> bool:
     """Problems on which, by the estimates, it is faster than fwd_wgmma and fwd_decode: with too few work tiles for the
-    GPU, or few rows of each head of a group. Left to fwd_decode: up to 32 rows of a group. Left to fwd_wgmma: causal
-    problems in which some rows see few keys and others all, whose work tiles the estimate takes for equally long."""
+    GPU, or few rows of each head of a group. With up to 512 keys also one wave of work tiles, where it is up to 8%
+    faster without splits (experiment 026). Left to fwd_decode: up to 32 rows of a group, and few blocks. Left to
+    fwd_wgmma: causal problems in which some rows see few keys and others all, whose work tiles the estimate takes for
+    equally long."""
     if p.ragged or max(p.D, p.Dv) > kernel.max_D or supports_split(p, None):
         return False
-    if 0 in (p.B, p.H, p.Sq, p.Sk) or p.Sq * p.group <= 32:
+    if 0 in (p.B, p.H, p.Sq, p.Sk) or p.Sq * p.group <= 32 or decode_tiles.few_blocks(p):
         return False
     if p.causal and 2 * p.Sq > p.Sk and p.Sq > 128:
         return False
     tiles = [t for t in split_kernel.tiles if not check_tile(p, t, None)]
     tile = min(tiles, key=lambda t: split_us(p, t), default=None)
     if not tile or (not packs(p, tile) and best_splits(p, tile) == 1):
-        return False
+        return tile is not None and p.plain and p.Sk <= 512 and work_tiles(p, tile) <= HOPPER_SMS
     BLOCK_M, BLOCK_N = wgmma_tiles.best(p)
     other = wgmma_us(p, Tile(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2, BLOCKS=HOPPER_SMS))
     if 16 * p.Sq <= p.Sk:  # fwd_decode may be chosen
@@ -309,11 +313,15 @@ LEAST_QUERIES = 1024  # fewer were not timed; few are computed faster by other k
 
 
 def first_for_stream_k(p: Problem) -> bool:
-    """Problems of at least one full wave whose other work tiles are worth splitting, with fwd_wgmma's fastest tile. Not
-    with four consumers, which are not supported. Dv other than D was not timed."""
+    """Problems of at least one full wave whose other work tiles are worth splitting, with fwd_wgmma's fastest tile; or
+    with 192 x 128 where that is faster by the estimates than the tile for four consumers, which are not supported. Dv
+    other than D was not timed."""
     if p.Sq < LEAST_QUERIES or supports_stream_k(p, None) or not wgmma_tiles.pure(p) or kernel.max_D < p.D:
         return False
     best = wgmma_tiles.best(p)
+    if best[0] == 256:
+        three, four = (Tile(BLOCK_M=m, BLOCK_N=n, BLOCKS=HOPPER_SMS) for m, n in ((192, 128), best))
+        best = (192, 128) if stream_k_us(p, three) < 0.95 * wgmma_us(p, four) else best
     tile = next((t for t in stream_k_kernel.tiles if best == (t.BLOCK_M, t.BLOCK_N)), None)
     return tile is not None and not check_tile(p, tile, None) and pays_to_split_last_wave(p, tile)
 

@@ -2,7 +2,7 @@
 
 from .core import decode_tiles, head_groups, query_splits, wgmma_tiles
 from .core.dtypes import ITEMSIZE
-from .core.estimates import decode_us, keys_of_row, wgmma_us
+from .core.estimates import decode_us, keys_of_row, stream_k_us, wgmma_us
 from .core.kernel import (
     BLOCK_SMEM,
     COMPUTATIONS,
@@ -80,6 +80,7 @@ __all__ = [
     "split_floats",
     "split_us",
     "splits_by_range",
+    "stream_k_us",
     "tiles_of_full_waves",
     "tiles_of_heads",
     "unsupported_by_cp_async",

@@ -33,9 +33,8 @@ def reading_us(p: Problem) -> float:
     return 2 * p.batches * p.Hk * keys_of_row(p) * (p.D + p.Dv) / 3.8e6
 
 
-def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> float:
-    """Estimated time of fwd_wgmma_split in µs; with one split and not packed, also of fwd_wgmma: the launch, plus the
-    waves of work tiles or reading the keys, whichever takes longer, plus merging the splits. A row that a work tile
+def work_tile_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> tuple[float, int]:
+    """Estimated time of a work tile of fwd_wgmma_split in µs, and the number of work tiles. A row that a work tile
     lacks costs half as much as one that it has."""
     heads, rows = (p.Hk, packed_rows(p)) if packed else (p.H, p.Sq)
     of_head, width = cdiv(rows, t.BLOCK_M), p.D + p.Dv
@@ -43,10 +42,22 @@ def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> floa
     filled = 64 * cdiv(cdiv(rows, 64), max(of_head, 1))
     rate = at_width(RATES, p) * {64: 0.5, 192: 1.2, 256: 1.35}.get(t.BLOCK_M, 1.0)
     rate *= NARROW.get(t.BLOCK_N, 0.75) if max(p.D, p.Dv) <= 128 else NARROW_WIDE.get(t.BLOCK_N, 1.0)
-    work_tile = 1e-6 * (t.BLOCK_M + filled) * keys * width / rate + 1 + 3e-5 * t.BLOCK_N * width
-    waves = cdiv(p.batches * heads * of_head * splits, t.BLOCKS)
+    us = 1e-6 * (t.BLOCK_M + filled) * keys * width / rate + 1 + 3e-5 * t.BLOCK_N * width
+    return us, p.batches * heads * of_head * splits
+
+
+def wgmma_us(p: Problem, t: Tile, splits: int = 1, packed: bool = False) -> float:
+    """Estimated time of fwd_wgmma_split in µs; with one split and not packed, also of fwd_wgmma: the launch, plus the
+    waves of work tiles or reading the keys, whichever takes longer, plus merging the splits."""
+    work_tile, count = work_tile_us(p, t, splits, packed)
     merging = 4.3 + 3e-6 * p.batches * p.H * p.Sq * splits * p.Dv if splits > 1 else 0.0
-    return LAUNCH + max(waves * work_tile, reading_us(p)) + merging
+    return LAUNCH + max(cdiv(count, t.BLOCKS) * work_tile, reading_us(p)) + merging
+
+
+def stream_k_us(p: Problem, t: Tile) -> float:
+    """Estimated time of fwd_wgmma_stream_k in µs: all blocks compute equally long."""
+    work_tile, count = work_tile_us(p, t)
+    return LAUNCH + max(count / t.BLOCKS * work_tile, reading_us(p))
 
 
 def decode_us(p: Problem) -> float:

@@ -68,6 +68,32 @@ def was_timed(p: Problem, t: Tile, all_registers: bool) -> bool:
     return keys == 256 and (all_registers or (consumers == 3 and not p.dropout and not p.ragged))
 
 
+# Tiles of which the estimates choose one for small problems, up to these head dimensions.
+SMALL: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((256, 64), (192, 128), (192, 80), (128, 128), (128, 64), (128, 48)),
+    128: ((192, 80), (128, 128), (128, 64), (128, 48)),
+}
+
+
+def fastest(p: Problem, tiles: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """The tile that is the fastest by the estimates."""
+    return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
+
+
+def best_of_small(p: Problem) -> tuple[int, int] | None:
+    """The fastest tile where the last key tile, or the only wave of work tiles, takes much of the time (experiment
+    026): 128 x 48 for one key tile, and above D = 128 if it pads a tenth fewer keys. None for other problems."""
+    if not pure(p) or p.ragged or p.page_size:
+        return None
+    width, one_wave = max(p.D, p.Dv), p.batches * p.H * cdiv(p.Sq, 128) <= HOPPER_SMS
+    pads_less = width > 128 and p.Sk < 512 and 10 * 48 * cdiv(p.Sk, 48) < 9 * 64 * cdiv(p.Sk, 64)
+    if p.Sk <= 48 or pads_less:
+        return 128, 48
+    if width <= 128 and (one_wave or (p.Sk < 512 and p.Sq < 2048)):
+        return fastest(p, SMALL[64 if width <= 64 else 128])
+    return None
+
+
 def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M and BLOCK_N of the fastest tile."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
@@ -81,21 +107,22 @@ def best(p: Problem) -> tuple[int, int]:
         return 128, 64 if width > 128 else 128
     if p.Dv <= 128 < p.D <= 192 and most_keys(p) >= 128 and not p.bias_tiles:
         return 128, 128  # experiment 024
+    if tile := best_of_small(p):
+        return tile
     if width > 128:
         few_keys = short or p.bias_tiles or (width > 192 and (simple or p.options == {"window"}))
         return 128, 64 if few_keys else 80
     if p.bias_tiles:
         return 128 if short else 192, 64
     if simple and 2 * p.Sq <= p.Sk and not p.ragged:  # all rows see about the same number of keys: fill the waves
-        tiles = ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80))
-        return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
+        return fastest(p, ((128, 128), (192, 128), (256, 64)) if width <= 64 else ((128, 128), (192, 80)))
     if width <= 64:
         return (256, 64) if uses_all_registers(p) and four_consumers(p) and not pads_less(p) else (192, 128)
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
     # BLOCK_M=192 from 2048 rows on, from 1152 if every consumer of the last tile has rows, or if the waves are fewer.
-    if width > 96 and simple:
-        short = p.Sq < 2048 and (p.Sq < 1152 or -p.Sq % 192 >= 64) and not fewer_waves(p)
+    if simple:
+        short = p.Sq < 2048 and (p.Sq < 1152 or width <= 96 or -p.Sq % 192 >= 64) and not fewer_waves(p)
     if short and not narrow:
         return 128, 128
     return 192, 80 if p.window[0] is None else 64
@@ -109,9 +136,9 @@ def pads_less(p: Problem) -> bool:
 
 
 def fewer_waves(p: Problem) -> bool:
-    """D = 128, short sequences: whether 192 x 80 is faster than 128 x 128, mostly because its tiles fill the waves, by
-    the estimates (experiment 026: up to 1.36 times as fast). Up to 256 queries, and with a causal mask 512, it was not
-    timed or is slower."""
+    """D from 72 to 128, short sequences: whether 192 x 80 is faster than 128 x 128, mostly because its tiles fill the
+    waves, by the estimates (experiment 026: up to 1.36 times as fast). Up to 256 queries, and with a causal mask 512,
+    it was not timed or is slower."""
     if p.ragged or p.Sq <= (512 if p.causal else 256):
         return False
     tall, default = (Tile(BLOCK_M=m, BLOCK_N=n, BLOCKS=HOPPER_SMS) for m, n in ((192, 80), (128, 128)))
