@@ -570,7 +570,8 @@ BROKEN = {
     "race between blocks": (
         "thread",
         """extern "C" __global__ void k(float* out) {
-            if (threadIdx.x == 0) out[0] += 1.0f;  // HERE
+            for (int i = 0; i < 300000; ++i)  // long enough for a second worker to start
+                if (threadIdx.x == 0) out[0] += 1.0f;  // HERE
         }""",
     ),
     "race between threads without a barrier": (
