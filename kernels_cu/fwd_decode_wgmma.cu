@@ -11,7 +11,7 @@
 //   load warp     K0 V0 K1 V1 ... next work tile ...   STAGES stages of K and V, each with a full and an empty mbarrier
 //   warpgroup     P^T -> shared memory | S^T = K Q^T of the next tile | O^T += V^T P^T       per tile of 64 keys
 //
-//   shared memory: Q | P [2], or O | K [STAGES] | V [STAGES] | row statistics | mbarriers
+//   shared memory: Q | P [2], reused by O (the larger of both) | K [STAGES] | V [STAGES] | row statistics | mbarriers
 // clang-format on
 //
 // With up to 32 rows or one block per SM (OVERLAP_QK) S^T of the next tile is issued before O^T of this one, so that P

@@ -41,6 +41,10 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         (t.BLOCK_M in (16, 32, 64), f"BLOCK_M={t.BLOCK_M} must be 16, 32 or 64: packed rows are N of wgmma"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are M of wgmma"),
         (
+            t.BLOCKS_PER_SM == 1 or max(p.D, p.Dv) <= 128,
+            f"BLOCKS_PER_SM={t.BLOCKS_PER_SM} leaves too few registers for O at {p.widths}: use 1",
+        ),
+        (
             smem_bytes(p, t) <= limit,
             (
                 f"tile {t} needs {smem_bytes(p, t)} bytes of shared memory: "
@@ -73,18 +77,19 @@ def rank(p: Problem, t: Tile) -> int:
 
 def first_for(p: Problem) -> bool:
     """Where it is faster than fwd_decode and fwd_wgmma_split (experiments/020_decode): few queries, many keys, and
-    enough work tiles. With up to 16 packed rows only if they are balanced, and with D from 72 to 128; with more rows
-    and D up to 128, if they are enough for nearly every SM. With larger D, where fwd_decode computes longer than it
-    reads, fewer blocks read at full speed; with 64 rows more are needed."""
+    enough work tiles. Up to D = 128: enough for nearly every SM, and with up to 16 packed rows balanced ones; with such
+    rows and D up to 64 fwd_decode is 5% faster, up to the B that it supports. Above D = 128, where fwd_decode computes
+    longer than it reads: more than 16 rows in one tile, and enough blocks to read at full speed, which are more with 64
+    rows."""
     rows, width = p.Sq * p.group, max(p.D, p.Dv)
     if not (0 < 16 * p.Sq <= p.Sk and rows <= 64):
         return False
     if p.ragged or p.key_lengths or p.page_size or p.reads_elements:  # differ in length, or read memory
         return False
     count = work_tiles(p, rows_of(p))
-    if rows <= 16:
-        return 64 < width <= 128 and balanced(count)
-    return count >= (0.9 if width <= 128 else 0.36 if rows_of(p) <= 32 else 0.7) * SMS
+    if width > 128:
+        return 16 < rows <= rows_of(p) and count >= (0.36 if rows <= 32 else 0.75) * SMS
+    return (balanced(count) and (width > 64 or p.B > 65535)) if rows <= 16 else count >= 0.9 * SMS
 
 
 kernel = Kernel(

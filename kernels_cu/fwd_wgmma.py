@@ -29,7 +29,6 @@ from sandbox.spec import (
     tiles_of_heads,
     unsupported_by_wgmma,
     wgmma_tiles,
-    wgmma_us,
     work_tiles,
 )
 
@@ -263,10 +262,11 @@ def first_for_split(p: Problem) -> bool:
         return False
     tiles = [t for t in split_kernel.tiles if not check_tile(p, t, None)]
     tile = min(tiles, key=lambda t: split_us(p, t), default=None)
-    if not tile or (not packs(p, tile) and best_splits(p, tile) == 1):
-        return tile is not None and p.plain and p.Sk <= 512 and work_tiles(p, tile) <= HOPPER_SMS
-    BLOCK_M, BLOCK_N = wgmma_tiles.best(p)
-    other = wgmma_us(p, Tile(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=2, BLOCKS=HOPPER_SMS))
+    if not tile:
+        return False
+    if not packs(p, tile) and best_splits(p, tile) == 1:
+        return p.plain and p.Sk <= 512 and work_tiles(p, tile) <= HOPPER_SMS
+    other = wgmma_tiles.us_of(p, wgmma_tiles.best(p))
     if 16 * p.Sq <= p.Sk:  # fwd_decode may be chosen
         other = min(other, decode_us(p))
     return split_us(p, tile) < 0.95 * other
@@ -320,8 +320,8 @@ def first_for_stream_k(p: Problem) -> bool:
         return False
     best = wgmma_tiles.best(p)
     if best[0] == 256:
-        three, four = (Tile(BLOCK_M=m, BLOCK_N=n, BLOCKS=HOPPER_SMS) for m, n in ((192, 128), best))
-        best = (192, 128) if stream_k_us(p, three) < 0.95 * wgmma_us(p, four) else best
+        three = Tile(BLOCK_M=192, BLOCK_N=128, BLOCKS=HOPPER_SMS)
+        best = (192, 128) if stream_k_us(p, three) < 0.95 * wgmma_tiles.us_of(p, best) else best
     tile = next((t for t in stream_k_kernel.tiles if best == (t.BLOCK_M, t.BLOCK_N)), None)
     return tile is not None and not check_tile(p, tile, None) and pays_to_split_last_wave(p, tile)
 

@@ -2,7 +2,7 @@
 
 from .core import decode_tiles, head_groups, query_splits, wgmma_tiles
 from .core.dtypes import ITEMSIZE
-from .core.estimates import decode_us, keys_of_row, stream_k_us, wgmma_us
+from .core.estimates import decode_us, keys_of_row, stream_k_us
 from .core.kernel import (
     BLOCK_SMEM,
     COMPUTATIONS,
@@ -88,6 +88,5 @@ __all__ = [
     "unsupported_by_wgmma",
     "unsupported_unless",
     "wgmma_tiles",
-    "wgmma_us",
     "work_tiles",
 ]

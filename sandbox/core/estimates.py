@@ -23,9 +23,12 @@ def at_width(values: dict[int, float], p: Problem) -> float:
 
 
 def keys_of_row(p: Problem) -> int:
-    """Keys that a query sees, on average, about."""
+    """Keys that a query sees, on average, about; with a causal mask and up to 128 queries, at most."""
     keys = min(p.Sq, p.Sk) if p.causal == "top-left" else p.Sk
-    return max(1, keys - p.Sq // 2) if p.causal and p.Sq > 128 else keys
+    if not p.causal or p.Sq <= 128:
+        return keys
+    below = min(p.Sq, p.Sk) ** 2 // (2 * p.Sq)  # the triangle of the mask, per query
+    return max(1, below if p.causal != "top-left" and p.Sq > p.Sk else keys - below)
 
 
 def reading_us(p: Problem) -> float:

@@ -75,19 +75,25 @@ SMALL: dict[int, tuple[tuple[int, int], ...]] = {
 }
 
 
-def fastest(p: Problem, tiles: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """The tile that is the fastest by the estimates."""
-    return min(tiles, key=lambda t: wgmma_us(p, Tile(BLOCK_M=t[0], BLOCK_N=t[1], BLOCKS=HOPPER_SMS)))
+def us_of(p: Problem, size: tuple[int, int]) -> float:
+    """Estimated time of fwd_wgmma in µs with tiles of this BLOCK_M and BLOCK_N."""
+    return wgmma_us(p, Tile(BLOCK_M=size[0], BLOCK_N=size[1], BLOCKS=HOPPER_SMS))
+
+
+def fastest(p: Problem, sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """The fastest one by the estimates."""
+    return min(sizes, key=lambda size: us_of(p, size))
 
 
 def best_of_small(p: Problem) -> tuple[int, int] | None:
-    """The fastest tile where the last key tile, or the only wave of work tiles, takes much of the time (experiment
-    026): 128 x 48 for one key tile, and above D = 128 if it pads a tenth fewer keys. None for other problems."""
+    """The fastest tile where the last key tile, or the only wave of work tiles, takes much of the time: 128 x 48 for
+    one key tile, and above D = 128 if it pads a tenth fewer keys; otherwise by the estimates. None for other problems.
+    Timed up to 512 queries in one wave (experiment 026); with more, a smaller tile still makes the wave shorter."""
     if not pure(p) or p.ragged or p.page_size:
         return None
     width, one_wave = max(p.D, p.Dv), p.batches * p.H * cdiv(p.Sq, 128) <= HOPPER_SMS
-    pads_less = width > 128 and p.Sk < 512 and 10 * 48 * cdiv(p.Sk, 48) < 9 * 64 * cdiv(p.Sk, 64)
-    if p.Sk <= 48 or pads_less:
+    fewer_keys = width > 128 and p.Sk < 512 and 10 * 48 * cdiv(p.Sk, 48) < 9 * 64 * cdiv(p.Sk, 64)
+    if p.Sk <= 48 or fewer_keys:
         return 128, 48
     if width <= 128 and (one_wave or (p.Sk < 512 and p.Sq < 2048)):
         return fastest(p, SMALL[64 if width <= 64 else 128])
@@ -120,7 +126,8 @@ def best(p: Problem) -> tuple[int, int]:
         return (256, 64) if uses_all_registers(p) and four_consumers(p) and not pads_less(p) else (192, 128)
     if width <= 96 and simple and p.Sq >= 2048:
         return 192, 96
-    # BLOCK_M=192 from 2048 rows on, from 1152 if every consumer of the last tile has rows, or if the waves are fewer.
+    # BLOCK_M=192 from 2048 rows on, or if the waves are fewer; above D = 96 also from 1152 rows on if every consumer of
+    # the last tile has rows.
     if simple:
         short = p.Sq < 2048 and (p.Sq < 1152 or width <= 96 or -p.Sq % 192 >= 64) and not fewer_waves(p)
     if short and not narrow:
@@ -141,8 +148,7 @@ def fewer_waves(p: Problem) -> bool:
     it was not timed or is slower."""
     if p.ragged or p.Sq <= (512 if p.causal else 256):
         return False
-    tall, default = (Tile(BLOCK_M=m, BLOCK_N=n, BLOCKS=HOPPER_SMS) for m, n in ((192, 80), (128, 128)))
-    return wgmma_us(p, tall) < 0.95 * wgmma_us(p, default)
+    return us_of(p, (192, 80)) < 0.95 * us_of(p, (128, 128))
 
 
 def four_consumers(p: Problem) -> bool:
