@@ -290,7 +290,7 @@ def test_steps_back(device: Device) -> None:
     close(sandbox.attention(q, one, v, backend=device[0]), q, one, v)
     hopper = [choose.choose_kernel(Problem(2, 2, 80, 80, 64, dtype="float16", mappable=m), "forward", (9, 0)).name
               for m in (True, False)]  # fmt: skip
-    assert hopper == ["fwd_wgmma", "fwd_mma"]
+    assert hopper == ["fwd_wgmma_split", "fwd_mma"]
 
 
 def test_scale(device: Device) -> None:

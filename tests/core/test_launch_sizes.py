@@ -27,10 +27,10 @@ def changed(**fields: Any) -> Problem:
         ({}, 300),
         ({"causal": "bottom-right", "Sq": 128}, 300),
         ({"causal": "bottom-right", "Sq": 129}, 236),  # half of the queries' diagonal is hidden
-        ({"causal": "bottom-right", "Sq": 300, "Sk": 100}, 1),
+        ({"causal": "bottom-right", "Sq": 300, "Sk": 100}, 16),  # 200 queries see no key
         ({"causal": "top-left", "Sq": 100}, 100),
         ({"causal": "top-left", "Sq": 200}, 100),
-        ({"causal": "top-left", "Sq": 400}, 100),
+        ({"causal": "top-left", "Sq": 400}, 188),  # 100 queries see all keys
     ],
 )
 def test_keys_of_a_row(fields: dict[str, Any], keys: int) -> None:

@@ -46,7 +46,7 @@ def test_a_kernel_that_takes_no_problem_is_not_ok(monkeypatch: pytest.MonkeyPatc
     unsupported = dataclasses.replace(KERNEL, supports=lambda p, arch: "it is not supported")
     found = examined(unsupported, monkeypatch)
     assert (found.stage, found.ok) == ("refused", False)
-    assert found.message == "fwd_minimal: it is not supported (use fwd_wgmma)"
+    assert found.message == "fwd_minimal: it is not supported (use fwd_wgmma_split)"
     assert {r.ok for r in found.results} == {None}
 
 
