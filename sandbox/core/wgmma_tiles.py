@@ -89,8 +89,8 @@ def best_of_small(p: Problem) -> tuple[int, int] | None:
     """The fastest tile where the last key tile, or the only wave of work tiles, takes much of the time: 128 x 48 for
     one key tile, and above D = 128 if it pads a tenth fewer keys; otherwise by the estimates. None for other problems.
     Timed up to 512 queries in one wave (experiment 026); with more, a smaller tile still makes the wave shorter."""
-    if not pure(p) or p.ragged or p.page_size:
-        return None
+    if not pure(p) or p.ragged or p.page_size or (p.causal and p.Sq > p.Sk):
+        return None  # the last: work tiles with and without keys, of which the estimates know the mean
     width, one_wave = max(p.D, p.Dv), p.batches * p.H * cdiv(p.Sq, 128) <= HOPPER_SMS
     fewer_keys = width > 128 and p.Sk < 512 and 10 * 48 * cdiv(p.Sk, 48) < 9 * 64 * cdiv(p.Sk, 64)
     if p.Sk <= 48 or fewer_keys:
