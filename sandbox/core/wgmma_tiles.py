@@ -100,6 +100,7 @@ def best_of_small(p: Problem) -> tuple[int, int] | None:
     return None
 
 
+@lru_cache(maxsize=64)  # called for every tile, and compares estimates
 def best(p: Problem) -> tuple[int, int]:
     """BLOCK_M and BLOCK_N of the fastest tile."""
     width, simple, narrow = max(p.D, p.Dv), pure(p), p.window[0] is not None and 4 * p.window[0] <= p.Sq >= 1024
@@ -144,9 +145,9 @@ def pads_less(p: Problem) -> bool:
 
 def fewer_waves(p: Problem) -> bool:
     """D from 72 to 128, short sequences: whether 192 x 80 is faster than 128 x 128, mostly because its tiles fill the
-    waves, by the estimates (experiment 026: up to 1.36 times as fast). Up to 256 queries, and with a causal mask 512,
-    it was not timed or is slower."""
-    if p.ragged or p.Sq <= (512 if p.causal else 256):
+    waves, by the estimates (experiment 026: up to 1.36 times as fast). With a causal mask and up to 512 queries it was
+    not timed or is slower."""
+    if p.ragged or (p.causal and p.Sq <= 512):
         return False
     return us_of(p, (192, 80)) < 0.95 * us_of(p, (128, 128))
 
