@@ -1,8 +1,6 @@
 """Spec of `fwd_decode_wgmma.cu`."""
 
-from sandbox.spec import SM_SMEM, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
-
-SMS = 132  # SMs of the H100 and H200
+from sandbox.spec import HOPPER_SMS, SM_SMEM, Arch, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 
 def smem_bytes(p: Problem, t: Tile) -> int:
@@ -63,9 +61,9 @@ def rows_of(p: Problem) -> int:
 
 def balanced(count: int) -> bool:
     """Whether work tiles are evenly distributed: nearly every SM has one, or two blocks with two or more each."""
-    if count <= SMS:
-        return count >= 0.9 * SMS
-    return count > 2 * SMS and cdiv(count, cdiv(count, 2 * SMS)) >= 0.95 * 2 * SMS
+    if count <= HOPPER_SMS:
+        return count >= 0.9 * HOPPER_SMS
+    return count > 2 * HOPPER_SMS and cdiv(count, cdiv(count, 2 * HOPPER_SMS)) >= 0.95 * 2 * HOPPER_SMS
 
 
 def rank(p: Problem, t: Tile) -> int:
@@ -88,8 +86,10 @@ def first_for(p: Problem) -> bool:
         return False
     count = work_tiles(p, rows_of(p))
     if width > 128:
-        return 16 < rows <= rows_of(p) and count >= (0.36 if rows <= 32 else 0.75) * SMS
-    return (balanced(count) and (width > 64 or p.B > 65535)) if rows <= 16 else count >= 0.9 * SMS
+        return 16 < rows <= rows_of(p) and count >= (0.36 if rows <= 32 else 0.75) * HOPPER_SMS
+    if rows <= 16:
+        return balanced(count) and (width > 64 or p.B > 65535)
+    return count >= 0.9 * HOPPER_SMS
 
 
 kernel = Kernel(
