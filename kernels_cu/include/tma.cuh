@@ -149,9 +149,16 @@ __device__ __forceinline__ void tma_reduce_add(float* to, SmemAddr from, unsigne
                  : "memory");
 }
 
-// The same, but stores instead of adding.
-__device__ __forceinline__ void bulk_store(float* to, SmemAddr from, unsigned bytes) {
+// The same for any values, and stores instead of adding.
+__device__ __forceinline__ void bulk_store(void* to, SmemAddr from, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+// Loads `bytes` contiguous bytes, and counts them at the barrier. Both addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_load(SmemAddr to, const void* from, unsigned bytes, SmemAddr barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 

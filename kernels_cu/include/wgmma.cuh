@@ -8,27 +8,8 @@
 //
 // clang-format on
 #pragma once
+#include "descriptor.cuh"
 #include "ptx.cuh"
-
-// Matrix descriptor of wgmma: a matrix in shared memory. Created by swizzle.cuh and bwd_consumer_keys.cuh.
-struct Descriptor {
-    unsigned low, high;
-    __device__ __forceinline__ unsigned long long bits() const {
-        return static_cast<unsigned long long>(high) << 32 | low;
-    }
-};
-constexpr unsigned SWIZZLE_128B = 1u << 30;
-
-// The matrix begins at `at`. leading, stride: PTX's leading and stride dimension byte offsets; their meaning depends on
-// the order (swizzle.cuh).
-__device__ __forceinline__ Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
-    return {at / 16 | leading / 16 << 16, stride / 16 | SWIZZLE_128B};
-}
-
-// The descriptor advanced by `bytes`.
-__device__ __forceinline__ Descriptor operator+(Descriptor descriptor, unsigned bytes) {
-    return {descriptor.low + bytes / 16, descriptor.high};
-}
 
 enum class Order { K_MAJOR, MN_MAJOR };  // which index of an operand is contiguous in shared memory
 

@@ -96,6 +96,17 @@ struct List {
         if (count == room) grow();
         return items[count++];
     }
+    // As add() = item. ThreadSanitizer does not see the copy, which a lock orders that it does not see, either.
+    void put(const T& item) {
+        T& to = add();
+#if defined(SANDBOX_TSAN)
+        AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+#endif
+        to = item;
+#if defined(SANDBOX_TSAN)
+        AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+#endif
+    }
     // Fibers of a block share some lists. They do not run concurrently, but ThreadSanitizer sees unordered threads.
     void grow() {
 #if defined(SANDBOX_TSAN)
@@ -261,7 +272,23 @@ struct ClusterBlock {  // state of a block that the other blocks of its cluster 
     SharedMemory* smem;
     unsigned barriers;  // cluster barriers reached by all of its threads
     bool ended;
+    bool waits;  // for mail: without it, no thread can run
+    List<TmaLoad> mail;  // from other blocks: copies to this block's shared memory; without `to` arrivals at a barrier
+                         // that expect `size` bytes
 };
+
+// Protects `ended`, `waits` and `mail` of all blocks. Not a mutex, which ThreadSanitizer would take as an order of
+// blocks.
+struct MailLock {
+    MailLock() {
+        while (__atomic_test_and_set(&held, __ATOMIC_ACQUIRE)) sched_yield();
+    }
+    ~MailLock() { __atomic_clear(&held, __ATOMIC_RELEASE); }
+    MailLock(const MailLock&) = delete;
+    MailLock& operator=(const MailLock&) = delete;
+    static char held;
+};
+char MailLock::held = 0;
 
 struct Block {
     const Launch& launch;
@@ -307,6 +334,9 @@ struct Block {
     bool any_ready() const;
     bool mark_tma_loads();
     bool complete_tma_loads();
+    bool read_mail();
+    bool wait_for_mail();
+    bool end_in_cluster();
     bool check_completed();
     void write_read_stores(const Fiber* by = nullptr);
     void set_waits_for_blocks(bool now);

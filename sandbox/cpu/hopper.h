@@ -14,14 +14,17 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8, "one word");
 
-struct TmaLoad {  // one pending TMA load of a box
+struct TmaLoad {  // one pending load to shared memory: a box of a tensor map, or `size` contiguous bytes at `from`
     char* to;
+    const char* from;
+    unsigned size;
     TensorMap map;
     int at[MAP_RANK];
     char* barrier;
     uint64_t due;       // the scheduling step in which it may complete
     bool may_complete;  // in this scheduling step, if it is due
     Site site;
+    uint64_t bytes() const { return from ? size : box_bytes(map); }
 };
 
 struct MbarrierInit {  // where an mbarrier was initialised

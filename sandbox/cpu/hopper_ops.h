@@ -126,16 +126,93 @@ bool Block::complete_tma_loads() {
             continue;
         }
         acquire(box.barrier);  // the issuing thread
-        load_box(box.to, box.map, box.at);
-        smem.mark(box.to, box_bytes(box.map), true);
-        hopper.proxies.tma_wrote(box.to - smem.dynamic, box.to - smem.dynamic + box_bytes(box.map));
+        if (box.from) memcpy(box.to, box.from, box.size);
+        else load_box(box.to, box.map, box.at);
+        smem.mark(box.to, box.bytes(), true);
+        hopper.proxies.tma_wrote(box.to - smem.dynamic, box.to - smem.dynamic + box.bytes());
         release(box.barrier);
-        reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box_bytes(box.map));
+        reinterpret_cast<Mbarrier*>(box.barrier)->bytes -= static_cast<int64_t>(box.bytes());
         end_phase(*this, box.barrier);
         ++completed;
     }
     boxes.count = left;
     return completed;
+}
+
+// Executes what other blocks of the cluster have sent. Returns false if it failed.
+bool Block::read_mail() {
+    List<TmaLoad> mail{};
+    {
+        const MailLock lock;
+        const List<TmaLoad> none{};
+        mail = cluster[cta_rank].mail;
+        cluster[cta_rank].mail = none;
+    }
+    for (unsigned i = 0; i < mail.count && !message; ++i) {
+        TmaLoad& item = mail.items[i];
+        Mbarrier& barrier = *reinterpret_cast<Mbarrier*>(item.barrier);
+        const char *const file = item.site.file, *const what = item.to ? "copy" : "arrival";
+        const long long at = item.barrier - smem.dynamic;
+        if (barrier.magic != Mbarrier::MAGIC) {
+            fail("%s at %s:%d from another block of the cluster: no mbarrier was initialised at shared memory + %lld",
+                 what, file, item.site.line, at);
+        } else if (item.to && hopper.proxies.unfenced[at / 16]) {
+            fail("copy at %s:%d from another block of the cluster: its mbarrier was initialised and fence_proxy_async "
+                 "not called",
+                 file, item.site.line);
+        } else if (item.to) {
+            acquire(item.barrier);  // the issuing thread
+            memset(item.to, 0xff, item.size);
+            smem.mark(item.to, item.size, false);
+            item.due = hopper.step + 2 + hopper.tma_loads.count % 3;
+            hopper.tma_loads.add() = item;
+        } else if (!barrier.missing) {
+            fail(
+                "arrival at %s:%d from another block of the cluster: too many arrivals at the mbarrier at shared "
+                "memory + %lld",
+                file, item.site.line, at);
+        } else {
+            --barrier.missing;
+            barrier.bytes += item.size;
+            end_phase(*this, item.barrier);
+        }
+    }
+    if (!TSAN) free(mail.items);
+    return !message;
+}
+
+// Waits until another block of the cluster sends something. Returns false if none can: each has ended, waits itself, or
+// waits at a cluster barrier that this block has not reached.
+bool Block::wait_for_mail() {
+    if (launch.cluster == 1) return false;
+    ClusterBlock& own = cluster[cta_rank];
+    set_waits_for_blocks(true);
+    while (!__atomic_load_n(&failed, __ATOMIC_RELAXED)) {
+        {
+            const MailLock lock;
+            own.waits = !own.mail.count;
+            bool any_runs = false;
+            for (unsigned rank = 0; rank < launch.cluster; ++rank) {
+                const ClusterBlock& other = cluster[rank];
+                any_runs |= rank != cta_rank && !other.ended && !other.waits &&
+                            __atomic_load_n(&other.barriers, __ATOMIC_ACQUIRE) <= own.barriers;
+            }
+            if (!own.waits || !any_runs) return !own.waits;
+        }
+        sched_yield();
+    }
+    return false;
+}
+
+// Marks this block as ended. Returns false if something that another block has sent comes too late.
+bool Block::end_in_cluster() {
+    ClusterBlock& own = cluster[cta_rank];
+    const MailLock lock;
+    __atomic_store_n(&own.ended, true, __ATOMIC_RELEASE);
+    if (!own.mail.count) return true;
+    const TmaLoad& item = own.mail.items[0];
+    return fail("the block ends before the %s at %s:%d by another block of its cluster has reached its shared memory",
+                item.to ? "copy" : "arrival", item.site.file, item.site.line);
 }
 
 // Reports TMA loads, bulk stores and wgmmas that are pending when the block ends.

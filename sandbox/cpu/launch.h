@@ -64,6 +64,7 @@ extern "C" int sandbox_launch(const Launch* launch) {
     work(&grid);
     for (uint64_t i = 1; i < grid.workers; ++i) pthread_join(threads_of_workers[i], nullptr);
     free(threads_of_workers);
+    for (uint64_t i = 0; i < grid.blocks && !TSAN; ++i) free(grid.cluster_blocks[i].mail.items);
     free(grid.cluster_blocks);
     return grid.failed;
 }

@@ -84,6 +84,11 @@ void sandbox_cluster_arrive(Site site);
 void sandbox_cluster_wait(Site site);
 // The address in the shared memory of block `cta_rank` of the cluster that corresponds to `own` in this block.
 const char* sandbox_map_shared_rank(const char* own, unsigned cta_rank);
+// Arrives at the mbarrier of block `cta_rank` of the cluster that corresponds to `barrier` in this block, and expects
+// `bytes` there.
+void sandbox_mbarrier_arrive_at_rank(char* barrier, unsigned bytes, unsigned cta_rank, Site site);
+// Copies to the address of that block that corresponds to `to`. The bytes are read when the copy completes.
+void sandbox_bulk_copy_to_rank(char* to, const char* from, unsigned bytes, char* barrier, unsigned cta_rank, Site site);
 // Warp collective: waits until every existing lane in `mask` has called the same collective. Returns the 32 values of
 // the warp, valid until the next collective.
 const uint64_t* sandbox_collective(Collective what, unsigned mask, uint64_t value, Site site);
@@ -108,6 +113,7 @@ void sandbox_setmaxnreg(unsigned registers, Site site);
 // for. A reduction is added when the block ends or its full completion is waited for. A bulk store without reduction is
 // written when no other block can make progress without it; its block waits until then.
 void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site);
+void sandbox_bulk_load(char* to, const void* from, unsigned bytes, char* barrier, Site site);
 void sandbox_tma_store(const char* from, const TensorMap* map, const int* at, Site site);
 void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site);
 void sandbox_bulk_commit();

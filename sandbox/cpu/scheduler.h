@@ -198,6 +198,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
     current = this;
     for (;;) {
         resumed = yielded = 0;
+        if (launch.cluster > 1 && !read_mail()) return false;
         for (unsigned w = has_lagging_warp(); w < (threads + WARP - 1) / WARP; ++w) {
             if (!run_warp(warp_order[w] * WARP)) return false;
         }
@@ -210,10 +211,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         set_waits_for_blocks(resumed && resumed == yielded && !loads);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
-        if (returned == threads) {
-            __atomic_store_n(&cluster[cta_rank].ended, true, __ATOMIC_RELEASE);
-            return check_completed();
-        }
+        if (returned == threads) return end_in_cluster() && check_completed();
         if (waits_for_blocks) {
             if (__atomic_load_n(&failed, __ATOMIC_RELAXED)) return false;  // it may wait for the block that has failed
             sched_yield();
@@ -222,7 +220,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
                 return false;
             }
         }
-        if (!(loads && complete_tma_loads()) && !any_ready() && !release_barrier()) {
+        if (!(loads && complete_tma_loads()) && !any_ready() && !release_barrier() && !wait_for_mail()) {
             explain_deadlock();
             return false;
         }

@@ -1,22 +1,78 @@
 // TMA loads and stores, bulk stores, fences of the async proxy. Included by runtime.cpp.
 #pragma once
 
-extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
+namespace {
+
+// Starts a load to shared memory; `load` has everything but `due`.
+void start_load(const TmaLoad& load, unsigned alignment, const char* alignment_text) {
     Hopper& hopper = current->hopper;
-    const uint64_t offset = smem_offset_of(to, box_bytes(*map), site);
-    if (offset % 1024) trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
-    check_fenced(offset, offset + box_bytes(*map), "a TMA load overwrites", site);
-    mbarrier_at(barrier, site);
-    check_fenced(barrier - current->smem.dynamic, barrier + 8 - current->smem.dynamic, "TMA accesses (an mbarrier)",
-                 site);
-    report_write(to, box_bytes(*map));
-    memset(to, 0xff, box_bytes(*map));
-    current->smem.mark(to, box_bytes(*map), false);
-    TmaLoad& box = hopper.tma_loads.add();
-    box = {to,    *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, hopper.step + 2 + hopper.tma_loads.count % 3,
-           false, site};
-    for_box_chunks(*map, box.at, [](const char* from, uint64_t, unsigned valid) { report_read(from, valid); });
-    release(barrier);
+    const Site site = load.site;
+    const uint64_t bytes = load.bytes(), offset = smem_offset_of(load.to, bytes, site);
+    if (offset % alignment) trap(site, "%s", alignment_text);
+    check_fenced(offset, offset + bytes, "a TMA load overwrites", site);
+    mbarrier_at(load.barrier, site);
+    check_fenced(load.barrier - current->smem.dynamic, load.barrier + 8 - current->smem.dynamic,
+                 "TMA accesses (an mbarrier)", site);
+    report_write(load.to, bytes);
+    memset(load.to, 0xff, bytes);
+    current->smem.mark(load.to, bytes, false);
+    TmaLoad& pending = hopper.tma_loads.add();
+    pending = load;
+    pending.due = hopper.step + 2 + hopper.tma_loads.count % 3;
+    if (load.from) report_read(load.from, load.size);
+    else for_box_chunks(load.map, load.at, [](const char* from, uint64_t, unsigned valid) { report_read(from, valid); });
+    release(load.barrier);
+}
+
+}  // namespace
+
+extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
+    start_load({to, nullptr, 0, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, 0, false, site}, 1024,
+               "the shared-memory address of a TMA box must be a multiple of 1024");
+}
+
+extern "C" void sandbox_bulk_load(char* to, const void* from, unsigned bytes, char* barrier, Site site) {
+    if ((reinterpret_cast<uint64_t>(from) | bytes) % 16)
+        trap(site, "bulk load of %u bytes: the size and both addresses must be multiples of 16", bytes);
+    start_load({to, static_cast<const char*>(from), bytes, {}, {}, barrier, 0, false, site}, 16,
+               "bulk load: the size and both addresses must be multiples of 16");
+}
+
+namespace {
+
+// The address in block `cta_rank` of the cluster that corresponds to `own` in this block.
+char* mapped_rank(char* own, unsigned cta_rank, Site site) {
+    const SharedMemory* const smem = current->cluster[cta_rank].smem;
+    if (!smem)
+        trap(site,
+             "access to the shared memory of block %u of the cluster, which has not started: call cluster_sync "
+             "before",
+             cta_rank);
+    return smem->dynamic + (own - current->smem.dynamic);
+}
+
+void send(unsigned cta_rank, const TmaLoad& mail, Site site) {
+    ClusterBlock& receiver = current->cluster[cta_rank];
+    release(mail.barrier);
+    bool ended;
+    {
+        const MailLock lock;
+        ended = receiver.ended;
+        if (!ended) receiver.mail.put(mail);
+        receiver.waits = false;
+    }
+    if (ended) trap(site, "access to the shared memory of block %u of the cluster, which has ended", cta_rank);
+}
+
+}  // namespace
+
+extern "C" void sandbox_mbarrier_arrive_at_rank(char* barrier, unsigned bytes, unsigned cta_rank, Site site) {
+    if (cta_rank == current->cta_rank) return sandbox_mbarrier_arrive(barrier, bytes, site);
+    if (cta_rank >= current->launch.cluster)
+        trap(site, "block %u of a cluster of %u blocks", cta_rank, current->launch.cluster);
+    smem_offset_of(barrier, 8, site);
+    send(cta_rank, {nullptr, nullptr, bytes, {}, {}, mapped_rank(barrier, cta_rank, site), 0, false, site}, site);
+    if (current->lags(self())) pause();
 }
 
 namespace {
@@ -36,6 +92,20 @@ uint64_t bulk_source_offset(const char* from, uint64_t bytes, Site site) {
 }
 
 }  // namespace
+
+extern "C" void sandbox_bulk_copy_to_rank(char* to, const char* from, unsigned bytes, char* barrier, unsigned cta_rank,
+                                          Site site) {
+    if (cta_rank >= current->launch.cluster || cta_rank == current->cta_rank)
+        trap(site, "copy to block %u of a cluster of %u blocks, from block %u", cta_rank, current->launch.cluster,
+             current->cta_rank);
+    if ((bulk_source_offset(from, bytes, site) | smem_offset_of(to, bytes, site) | bytes) % 16)
+        trap(site, "bulk copy of %u bytes: the size and both addresses must be multiples of 16", bytes);
+    smem_offset_of(barrier, 8, site);
+    check_written(from, bytes, "bulk copy reads", site);
+    send(cta_rank,
+         {mapped_rank(to, cta_rank, site), from, bytes, {}, {}, mapped_rank(barrier, cta_rank, site), 0, false, site},
+         site);
+}
 
 extern "C" void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site) {
     if ((bulk_source_offset(from, bytes, site) | reinterpret_cast<uint64_t>(to) | bytes) % 16)

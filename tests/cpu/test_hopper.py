@@ -693,3 +693,158 @@ def test_strides_that_a_tensor_map_cannot_have_are_rejected(device: Device) -> N
         views = {name: view(array) for name, array in {"Q": q, "K": k, "V": q, "O": q, "LSE": lse}.items()}
         with pytest.raises(UnsupportedProblem, match=r"K with a stride of (-64|0) elements in S"):
             ArgumentBlock(kernel, problem, kernel.tiles[0], views)
+
+
+# ---- clusters
+
+
+def test_descriptors_in_a_cluster(run_cuda: Run) -> None:
+    """The rank of a block, which its addresses of shared memory contain, does not change a descriptor."""
+    text = """
+    extern "C" __global__ __launch_bounds__(128) void columns(const unsigned short* B, float* out) {
+        extern __shared__ __align__(1024) char smem[];
+        using Tile = Swizzled<16, 128>;  // two slabs: columns 64 .. are `leading` bytes away
+        for (int i = threadIdx.x; i < 16 * 128; i += 128)
+            *reinterpret_cast<unsigned short*>(smem + Tile::chunk(i / 128, i % 128 / 8) + i % 8 * 2) = B[i];
+        fence_proxy_async();
+        __syncthreads();  // B is complete
+        const unsigned ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+        float d[64];
+        wgmma_fence();
+        wgmma<Order::MN_MAJOR>(d, ones, Tile::mn_major(smem_address(smem)), false);
+        wgmma_commit();
+        wgmma_wait<0>();
+        warpgroup_fence_operand(d);
+        if (threadIdx.x < 4)  // row 0
+            for (int i = 0; i < 32; ++i)
+                out[128 * blockIdx.x + i / 2 * 8 + 2 * threadIdx.x + i % 2] = d[i / 2 * 4 + i % 2];
+    }"""
+    B = np.tile(np.arange(128, dtype=np.float16), (16, 1)).view(np.uint16)
+    out = np.zeros((4, 128), np.float32)
+    defines = {"DTYPE_float16": 1, "LEFT": 24, "RAGGED": 0, "CLUSTER": 2}
+    run_cuda(HEADER + text, "columns", B, out, grid=4, block=128, smem=4096, cluster=2, defines=defines)
+    assert (out == 16 * np.arange(128)).all()
+
+
+RELAY = """
+    #define CLUSTER 2
+    #define STAGES 2
+    #include "pipeline.cuh"
+    #include <cluster.cuh>
+    constexpr unsigned BYTES = 1040, TO = STAGES * BYTES, BARRIERS = 2 * TO;
+    using Received = Pipeline<BARRIERS>;
+    using Loaded = BarrierArray<Received::END, 1>;
+    extern "C" __global__ void relay(const char* tensor, unsigned* out, int tiles) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddr base = smem_address(smem);
+        const unsigned peer = 1 - cluster_cta_rank();
+        if (threadIdx.x == 0) {
+            for (int stage = 0; stage < STAGES; ++stage) {
+                mbarrier_init(Received::full(base, stage), 1);
+                mbarrier_init(Received::empty(base, stage), 1);  // the other block has read the tile
+            }
+            mbarrier_init(Loaded::at(base, 0), 1);
+            fence_mbarrier_init();
+            FENCE;
+        }
+        cluster_arrive();
+        cluster_wait();  // the mbarriers of both blocks are initialised
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < tiles; ++i) {
+                Received::acquire(base, i);
+                const SmemAddr from = SOURCE, full = Received::full(base, stage_of(i));
+                mbarrier_arrive_expect_tx(Loaded::at(base, 0), BYTES);
+                bulk_load(from, tensor + (blockIdx.x * tiles + i) * BYTES, BYTES, Loaded::at(base, 0));
+                mbarrier_wait(Loaded::at(base, 0), i % 2);
+                mbarrier_arrive_expect_tx_at_rank(full, BYTES, peer);
+                bulk_copy_to_rank(base + TO + stage_of(i) * BYTES, from, BYTES, full, COPY_TO);
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x >= 32) {
+            for (int i = 0; i < tiles; ++i) {
+                Received::wait(base, i);
+                const unsigned* const from = reinterpret_cast<unsigned*>(smem + TO + stage_of(i) * BYTES);
+                unsigned* const to = out + (blockIdx.x * tiles + i) * (BYTES / 4);
+                for (unsigned word = threadIdx.x % 32; word < BYTES / 4; word += 32) to[word] = from[word];
+                __syncwarp();  // all lanes have read the tile
+                if (threadIdx.x % 32 == 0 && i + STAGES < tiles) { RELEASE; }
+                __syncwarp();
+            }
+        }
+        cluster_sync();
+    }"""
+RELAYED = {
+    "FENCE": "fence_proxy_async()",
+    "SOURCE": "base + stage_of(i) * BYTES",
+    "COPY_TO": "peer",
+    "RELEASE": "mbarrier_arrive_at_rank(Received::empty(base, stage_of(i)), peer)",
+}
+
+
+def relayed(run_hopper: Run, tiles: int = 7, **changed: str) -> None:
+    """Each block loads tiles and copies them to the other block of its cluster, which stores them."""
+    tensor = np.arange(6 * tiles * 260, dtype=np.uint32).reshape(3, 2, tiles, 260)
+    out = np.zeros_like(tensor)
+    text = RELAY
+    for name, code in (RELAYED | changed).items():
+        text = text.replace(name, code)
+    run_hopper(text, "relay", tensor, out, ctypes.c_int(tiles), grid=6, block=64, smem=5 * 1024, cluster=2)
+    assert (out == tensor[:, ::-1]).all()
+
+
+def test_blocks_of_a_cluster_copy_tiles_to_each_other(run_hopper: Run) -> None:
+    relayed(run_hopper)
+
+
+@on_cpu
+def test_a_stage_that_the_other_block_has_not_released(run_hopper: Run) -> None:
+    """Blocks that wait for each other are a deadlock, also if they are in different OS threads."""
+    with pytest.raises(LaunchError, match=r"(?s)thread 0 waits at mbarrier_wait.* parity 0: 1 arrivals and 0 bytes"):
+        relayed(run_hopper, RELEASE="")
+
+
+@on_cpu
+def test_the_source_of_a_copy_is_overwritten(run_hopper: Run) -> None:
+    """A copy reads its source when it completes: the sender must wait until the other block has received it."""
+    with pytest.raises(AssertionError):
+        relayed(run_hopper, SOURCE="base")
+
+
+@on_cpu
+def test_an_arrival_at_a_block_that_has_ended(run_hopper: Run) -> None:
+    text = """
+    #define CLUSTER 2
+    #define STAGES 2
+    #include "pipeline.cuh"
+    #include <cluster.cuh>
+    extern "C" __global__ void late(unsigned* counter) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddr barrier = smem_address(smem);
+        if (threadIdx.x == 0) mbarrier_init(barrier, 2);
+        cluster_arrive();
+        cluster_wait();  // the mbarriers of both blocks are initialised
+        if (threadIdx.x == 0 && cluster_cta_rank() == 0) counter_arrive(counter);
+        if (cluster_cta_rank() == 0) return;
+        if (threadIdx.x == 0) counter_wait(counter, 1);
+        for (int i = 0; i < 3000; ++i) __syncwarp();  // the other block has time to end
+        if (threadIdx.x == 0) mbarrier_arrive_at_rank(barrier, 0);
+    }"""
+    with pytest.raises(LaunchError, match=r"which has ended"):
+        run_hopper(text, "late", np.zeros(1, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RELEASE": "mbarrier_arrive_at_rank(Received::empty(base, 0), 2)"}, "block 2 of a cluster of 2 blocks"),
+        ({"RELEASE": "mbarrier_arrive_at_rank(base, peer)"}, r"no mbarrier was initialised at shared memory \+ 0"),
+        ({"COPY_TO": "peer); mbarrier_arrive_at_rank(full, peer"}, "too many arrivals at the mbarrier"),
+        ({"COPY_TO": "1 - peer"}, "copy to block . of a cluster of 2 blocks, from block ."),
+        ({"FENCE": ""}, "fence_proxy_async"),
+    ],
+)
+def test_wrong_exchanges_in_a_cluster(run_hopper: Run, changed: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        relayed(run_hopper, **changed)

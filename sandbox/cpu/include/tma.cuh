@@ -48,8 +48,11 @@ inline void tma_store(const TensorMap& map, int d, int s, int h, int b, SmemAddr
 inline void tma_reduce_add(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
     cpu::sandbox_bulk_store(to, from, bytes, true, site);
 }
-inline void bulk_store(float* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
-    cpu::sandbox_bulk_store(to, from, bytes, false, site);
+inline void bulk_store(void* to, SmemAddr from, unsigned bytes, SANDBOX_SITE) {
+    cpu::sandbox_bulk_store(static_cast<float*>(to), from, bytes, false, site);
+}
+inline void bulk_load(SmemAddr to, const void* from, unsigned bytes, SmemAddr barrier, SANDBOX_SITE) {
+    cpu::sandbox_bulk_load(to, from, bytes, barrier, site);
 }
 inline void store_floats(SmemAddr to, float x0, float x1, float x2, float x3, SANDBOX_SITE) {
     if (reinterpret_cast<uint64_t>(to) % 16)

@@ -1,17 +1,16 @@
 // kernels_cu/include/wgmma.cuh for the CPU backend: the same functions, asynchronous as those of tma.cuh.
 #pragma once
+#include "descriptor.cuh"
 #include "ptx.cuh"
 
-struct Descriptor {
-    unsigned long long bits;
-};
-
+// The address on the GPU: one array of shared memory; in a cluster also the rank of the block.
 inline Descriptor make_descriptor(SmemAddr at, unsigned leading, unsigned stride) {
-    const unsigned long long offset = at - sandbox_dynamic_smem;  // the address on the GPU: one array of shared memory
-    return {offset / 16 | static_cast<unsigned long long>(leading / 16) << 16 |
-            static_cast<unsigned long long>(stride / 16) << 32 | 1ull << 62};
+    unsigned address = at - sandbox_dynamic_smem;
+#if CLUSTER > 1
+    address |= blockIdx.x % CLUSTER << 24;
+#endif
+    return make_descriptor(address, leading, stride);
 }
-inline Descriptor operator+(Descriptor descriptor, unsigned bytes) { return {descriptor.bits + bytes / 16}; }
 
 enum class Order { K_MAJOR, MN_MAJOR };
 
@@ -42,12 +41,12 @@ constexpr Format FORMAT_16 = Format::float16;
 template <Order B_ORDER, Order A_ORDER = Order::K_MAJOR, int R>
 inline void wgmma(float (&d)[R], Descriptor a, Descriptor b, bool accumulate, SANDBOX_SITE) {
     const cpu::Product mine{
-        d,          nullptr,       a.bits, b.bits, 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
+        d,          nullptr,       a.bits(), b.bits(), 2 * R, A_ORDER == Order::K_MAJOR, B_ORDER == Order::K_MAJOR,
         accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
 template <Order B_ORDER, int R>
 inline void wgmma(float (&d)[R], const unsigned (&a)[4], Descriptor b, bool accumulate, SANDBOX_SITE) {
-    const cpu::Product mine{d, a, 0, b.bits, 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::FORMAT_16};
+    const cpu::Product mine{d, a, 0, b.bits(), 2 * R, true, B_ORDER == Order::K_MAJOR, accumulate, cpu::FORMAT_16};
     cpu::sandbox_wgmma(&mine, site);
 }
