@@ -37,35 +37,34 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ ScoreWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
 
-    // Loads Q: the columns of the first slabs to registers, as A operands, the others to shared memory. Rows and
-    // columns out of range become zeros.
-    __device__ __forceinline__ void load_Q(const View<const dtype>& Q) {
-        TIMELINE(load_Q);
-        constexpr int Q_CHUNKS = Queries::SLABS > 0 ? Queries::SLABS * 8 : 1;  // of 16 bytes, per row
-#pragma unroll 1
-        for (int i = threadIdx.x % 128; i < (SLABS > Q_REGISTER_SLABS ? BLOCK_M * Q_CHUNKS : 0); i += 128) {
-            const int r = i / Q_CHUNKS, chunk = i % Q_CHUNKS;
-            const int column = Q_REGISTER_SLABS * 64 + chunk * 8;
-            const bool valid = tile.has(r) && column < HEAD_DIM;
-            const PackedRow row = tile.row(valid ? r : 0);
-            cp_async_16(base + Q_AT + Queries::chunk(r, chunk),
-                        tile.seqlen.query(Q, row.h, row.i) + (valid ? column : 0), valid);
-        }
-        cp_async_commit();
+    // Reads the rows of Q, when they have arrived: the columns of the first slabs to registers, as A operands, the others
+    // to Q_AT. Rows and columns out of range become zeros.
+    __device__ __forceinline__ void read_Q() {
+        TIMELINE(wait_Q);
+        mbarrier_wait(FullQ::at(base, 0), 0);
+        TIMELINE(read_Q);
+        const int row0 = 16 * warp, r = row0 + lane % 16;
+        const SmemAddr own_row = q_row(base, tile.has(r) ? r : 0);
+        const bool valid[2] = {tile.has(row0 + lane / 4), tile.has(row0 + lane / 4 + 8)};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = 16 * warp + 8 * half + lane / 4;
-            const PackedRow row = tile.row(tile.has(r) ? r : 0);
-            const unsigned* const from = reinterpret_cast<const unsigned*>(tile.seqlen.query(Q, row.h, row.i));
+        for (int step = 0; step < SLABS * 4; ++step) {
+            const int chunk = 2 * step + lane / 16;
+            unsigned A[4];
+            ldmatrix_x4(A, own_row + (8 * chunk < HEAD_DIM ? 16 * chunk : 0));
 #pragma unroll
-            for (int i = 0; i < Q_REGISTER_SLABS * 8; ++i) {  // pairs of columns 8 i + 2 q
-                const int column = 8 * i + 2 * (lane % 4);
-                Q_rmem[i / 2][i % 2 * 2 + half] = tile.has(r) && column < HEAD_DIM ? from[column / 2] : 0;
+            for (int i = 0; i < 4; ++i)
+                if (!valid[i % 2] || 16 * step + i / 2 * 8 >= HEAD_DIM) A[i] = 0;
+            if (step < Q_REGISTER_SLABS * 4) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) Q_rmem[step][i] = A[i];
+            } else {
+                stmatrix_x4(base + Q_AT + Queries::chunk(r, chunk - Q_REGISTER_SLABS * 8), A[0], A[1], A[2], A[3]);
             }
         }
-        cp_async_wait<0>();
         fence_proxy_async();
-        named_barrier_sync(SCORE_BARRIER, 128);  // all threads have loaded their part of Q
+        __syncwarp();  // all lanes have read their rows
+        if (lane == 0) mbarrier_arrive(ReadQ::at(base, 0));
+        named_barrier_sync(SCORE_BARRIER, 128);  // all warps have stored their rows
     }
 
     // S += Q K^T over COUNT slabs of columns, from slab SLAB of Q.
@@ -100,6 +99,7 @@ struct ScoreWarpgroup {
         TIMELINE(QK);
         mma_right<0, SLABS_OF_HALF - 1>(S, j);
         mma_right<SLABS_OF_HALF - 1, 1>(S, j);
+        PPipeline::acquire(base, j);  // for the P of this key tile
         wgmma_wait<1>();
         if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
         wgmma_wait<0>();
@@ -136,16 +136,14 @@ struct ScoreWarpgroup {
         apply_mask(S, tile.n0(j), visible);
         float factor[2] = {1.0f, 1.0f};
         unsigned P[BLOCK_N / 16][4];
-        stats.update<false>(P, S, scale_log2,
-                            [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; });
-        TIMELINE(wait_empty_P);
-        PPipeline::acquire(base, j);
-        TIMELINE(store_P);
         const SmemAddr P_smem = base + P_AT + j % 2 * PTile::BYTES;
-#pragma unroll
-        for (int step = 0; step < BLOCK_N / 16; ++step)
-            stmatrix_x4(P_smem + PTile::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
-                        P[step][2], P[step][3]);
+        stats.update<false>(
+            P, S, scale_log2, [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; },
+            [&](int step) {  // while the next 16 columns are computed
+                stmatrix_x4(P_smem + PTile::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
+                            P[step][2], P[step][3]);
+            });
+        TIMELINE(store_factors);
         const int r = 16 * warp + lane / 4;
         if (lane % 4 == 0) {
             factors[j % 2 * BLOCK_M + r] = factor[0];
@@ -156,8 +154,8 @@ struct ScoreWarpgroup {
         if (lane == 0) mbarrier_arrive(PPipeline::full(base, j % 2));
     }
 
-    __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
-        load_Q(Q);
+    __device__ __forceinline__ void run(char* smem) {
+        read_Q();
         SoftmaxStats stats;
         Scores S;
         const float scale_log2 = Head::softmax_scale_of(tile.seqlen.score) * Head::LOG2E;
@@ -197,15 +195,16 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     const Split split = dynamic ? SplitScheduler(score, gridDim.z - splits, splits).first(z)
                                 : EqualSplits(score, gridDim.z, each).first(z);
     if (dynamic && split.invalid()) return;
-    if (threadIdx.x == 0) init_barriers(base);
-    __syncthreads();  // the mbarriers are initialised before they are used
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const BlockTile tile(score, split, blockIdx.x, blockIdx.y, group);
+    if (warp == 8) start_Q(base, tile, Q, lane);
+    if (threadIdx.x == 0) init_barriers(base);
+    __syncthreads();  // the mbarriers are initialised before they are used
 
     const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {
         setmaxnreg_inc<S_REGISTERS>();
-        ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, smem);
+        ScoreWarpgroup(tile, base, warp - 8, lane).run(smem);
         return;
     }
     setmaxnreg_dec<O_REGISTERS>();

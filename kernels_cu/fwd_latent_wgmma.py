@@ -18,7 +18,7 @@ def smem_bytes(p: Problem, t: Tile) -> int:
     factors, m and l; mbarriers."""
     slab, rest_stages, (V, K) = 8192, 2, slabs(p)
     tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
-    return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 3)
+    return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 4)
 
 
 def row_tiles(p: Problem, t: Tile) -> int:
@@ -112,7 +112,7 @@ kernel = Kernel(
     latent=True,
     min_arch=(9, 0),
     arch_suffix="a",
-    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, EARLY_STEPS=4, BLOCKS=132),),
+    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132),),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
     smem_bytes=smem_bytes,

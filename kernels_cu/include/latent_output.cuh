@@ -22,8 +22,7 @@ struct OutputWarpgroup {
     const SmemAddr base;
     const int warp, lane;  // warp: of the warpgroup's four
     float O[HALF_COLUMNS / 2];
-    // Steps of P V, of 16 keys, and those that do not wait for the next Q K^T.
-    static constexpr int STEPS = BLOCK_N / 16, EARLY = HALF == 0 ? EARLY_STEPS : 0;
+    static constexpr int STEPS = BLOCK_N / 16;  // of P V, of 16 keys
 
     __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
@@ -40,13 +39,12 @@ struct OutputWarpgroup {
         named_barrier_sync(HALF_BARRIER + HALF, 128);  // all rows are cleared before wgmma reads them
     }
 
-    // O += P V of key tile j: 16 keys per step.
-    template <int BEGIN, int END>
+    // O += P V of key tile j.
     __device__ __forceinline__ void mma_PV(unsigned j, SmemAddr V_at) {
         const Descriptor P_smem = PTile::k_major(base + P_AT + j % 2 * PTile::BYTES), V_smem = Half::mn_major(V_at);
         wgmma_fence();
 #pragma unroll
-        for (int step = BEGIN; step < END; ++step)
+        for (int step = 0; step < STEPS; ++step)
             wgmma<Order::MN_MAJOR>(O, P_smem + PTile::k_step(step), V_smem + Half::mn_step(step), true);
         wgmma_commit();
     }
@@ -78,11 +76,9 @@ struct OutputWarpgroup {
             const SmemAddr V_at = base + stage_of<STAGES>(unit) * Half::BYTES;
             const int keys = tile.seqlen.Sk - tile.n0(j);
             if (KEY_LENGTHS && keys < BLOCK_N) clear_invalid_V(V_at, keys);
-            if constexpr (EARLY > 0) mma_PV<0, EARLY>(index, V_at);
-            if constexpr (EARLY < STEPS) {
-                if (j + 1 < tile.tiles) mbarrier_wait(NearlyDone::at(base, (index + 1) % 2), (index + 1) / 2 % 2);
-                mma_PV<EARLY, STEPS>(index, V_at);
-            }
+            if (HALF == 1 && j + 1 < tile.tiles)
+                mbarrier_wait(NearlyDone::at(base, (index + 1) % 2), (index + 1) / 2 % 2);
+            mma_PV(index, V_at);
             wgmma_wait<0>();
             warpgroup_fence_operand(O);
             TIMELINE(load);
@@ -112,9 +108,8 @@ struct OutputWarpgroup {
         }
     }
 
-    // Stores this half of O, and the left half LSE. O goes through shared memory, where K was, to global memory: 16
-    // bytes per lane.
-    __device__ __forceinline__ void store_final(const Result& result, const float2* sums, const char* smem) const {
+    // Stores this half of O, and the left half LSE. O goes through shared memory, where K was: a bulk store for each row.
+    __device__ __forceinline__ void store_final(const Result& result, const float2* sums) const {
         float O_scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -124,27 +119,27 @@ struct OutputWarpgroup {
             O_scale[half] = final_row.O_scale;
             if (HALF == 0 && lane % 4 == 0 && tile.has(r)) result.LSE[result.number(tile, row)] = final_row.lse;
         }
-        const unsigned O_AT = HALF * Half::BYTES;  // [64][HALF_COLUMNS], as large as 64 keys
+        const int columns = min(HEAD_DIM_V - HALF * HALF_COLUMNS, HALF_COLUMNS);
+        constexpr unsigned ROW_BYTES = 2 * HALF_COLUMNS + 16;  // 16: no bank conflicts
+        const SmemAddr rows = base + (HALF * BLOCK_M + 16 * warp) * ROW_BYTES;
 #pragma unroll
         for (int step = 0; step < HALF_COLUMNS / 16; ++step) {
             unsigned packed[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 packed[k] = pack(O[8 * step + 2 * k] * O_scale[k % 2], O[8 * step + 2 * k + 1] * O_scale[k % 2]);
-            stmatrix_x4(base + O_AT + Half::chunk(16 * warp + lane % 16, 2 * step + lane / 16), packed[0], packed[1],
-                        packed[2], packed[3]);
+            stmatrix_x4(rows + lane % 16 * ROW_BYTES + (2 * step + lane / 16) * 16, packed[0], packed[1], packed[2],
+                        packed[3]);
         }
+        fence_proxy_async();
         __syncwarp();  // the warp's 16 rows are in shared memory
-#pragma unroll 4
-        for (int r = 16 * warp; r < 16 * warp + 16; ++r) {
-            if (!tile.has(r)) continue;
+        const int r = 16 * warp + lane;
+        if (columns > 0 && lane < 16 && tile.has(r)) {
             const PackedRow row = tile.row(r);
-            dtype* const to = tile.seqlen.query(result.O, row.h, row.i) + HALF * HALF_COLUMNS;
-#pragma unroll
-            for (int chunk = lane; chunk < HALF_COLUMNS / 8; chunk += 32)
-                if (HALF * HALF_COLUMNS + 8 * chunk < HEAD_DIM_V)
-                    *reinterpret_cast<uint4*>(to + 8 * chunk) =
-                        *reinterpret_cast<const uint4*>(smem + O_AT + Half::chunk(r, chunk));
+            bulk_store(tile.seqlen.query(result.O, row.h, row.i) + HALF * HALF_COLUMNS, rows + lane * ROW_BYTES,
+                       2 * columns);
+            tma_store_commit();
+            tma_store_wait_read();  // shared memory must outlive the store
         }
     }
 
@@ -182,7 +177,7 @@ struct OutputWarpgroup {
         if (named_barrier_or(BLOCK_BARRIER, ALL_THREADS, Head::HAS_MASK && !all_finite<4>(O)))
             store_non_finite(result, Q, K, V, reinterpret_cast<float*>(smem));
         else if (result.split.splits > 1) store_partial(result, sums);
-        else store_final(result, sums, smem);
+        else store_final(result, sums);
         TIMELINE(done);
     }
 };

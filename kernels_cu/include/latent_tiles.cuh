@@ -25,8 +25,8 @@ static_assert(STAGES / 2 == 2, "the left half's thread loads the rest of K, and 
 static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 
-constexpr unsigned REST_STAGES = 2, REST_AT = STAGES * Half::BYTES;
-constexpr unsigned P_AT = REST_AT + REST_STAGES * Rest::BYTES, Q_AT = P_AT + 2 * PTile::BYTES;
+constexpr unsigned REST_STAGES = 2, P_AT = STAGES * Half::BYTES, P_END = P_AT + 2 * PTile::BYTES;
+constexpr unsigned REST_AT = P_END, Q_AT = REST_AT + REST_STAGES * Rest::BYTES;
 constexpr unsigned ALPHA_AT = Q_AT + Queries::BYTES, SUMS_AT = ALPHA_AT + 2 * 4 * BLOCK_M;
 constexpr unsigned BARRIERS_AT = SUMS_AT + 8 * BLOCK_M;
 using HalfPipeline = Pipeline<BARRIERS_AT, STAGES>;  // left half of keys 0, right half, left half of keys 1, ...
@@ -34,7 +34,15 @@ using RestPipeline = Pipeline<HalfPipeline::END, REST_STAGES>;
 using PPipeline = Pipeline<RestPipeline::END, 2>;
 using NearlyDone = BarrierArray<PPipeline::END, 2>;  // Q K^T of a key tile, except for its last slab: the turn of the
                                                      // right half's P V of the previous one
-static_assert(SMEM_BYTES == NearlyDone::END, "spec and kernel disagree on shared memory");
+using FullQ = BarrierArray<NearlyDone::END, 1>;  // all rows of Q have arrived
+using ReadQ = BarrierArray<FullQ::END, 1>;       // and have been read
+static_assert(SMEM_BYTES == ReadQ::END, "spec and kernel disagree on shared memory");
+
+// Rows of Q on their way to registers and to Q_AT, where the last stages of V and P will be: row r begins at q_row(r),
+// and those of a block with few rows occupy no stage of V. An odd number of 16-byte units avoids bank conflicts.
+constexpr unsigned Q_ROW_BYTES = 16 * (HEAD_DIM / 8 | 1), ROWS_OF_Q = (BLOCK_M * Q_ROW_BYTES + 127) / 128 * 128;
+constexpr unsigned Q_ROWS_END = P_END > ROWS_OF_Q ? P_END : ROWS_OF_Q;
+__device__ __forceinline__ SmemAddr q_row(SmemAddr base, int r) { return base + Q_ROWS_END - (r + 1) * Q_ROW_BYTES; }
 
 // Named barriers: all warps (P V of both halves are complete, m and l are stored); those of the left and right half
 // of O; those of S.
@@ -54,6 +62,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
         mbarrier_init(PPipeline::empty(base, stage), 8);  // both halves
         mbarrier_init(NearlyDone::at(base, stage), 4);
     }
+    mbarrier_init(ReadQ::at(base, 0), 4);
     fence_proxy_async();
 }
 
@@ -77,9 +86,27 @@ struct BlockTile {
         first = begin + skipped, tiles = min(per_split, all - skipped);
     }
     __device__ __forceinline__ int n0(int j) const { return (first + j) * BLOCK_N; }
-    __device__ __forceinline__ bool has(int row) const { return row0 + row < rows_end; }
+    __device__ __forceinline__ int rows() const { return rows_end - row0; }
+    __device__ __forceinline__ bool has(int row) const { return row < rows(); }
     __device__ __forceinline__ PackedRow row(int r) const { return PackedRow(row0 + r, kv_head, group); }
 };
+
+// Starts the loads of Q's rows. One warp calls it, before any load of K, which would delay the rows.
+__device__ __forceinline__ void start_Q(SmemAddr base, const BlockTile& tile, const View<const dtype>& Q, int lane) {
+    const SmemAddr full = FullQ::at(base, 0);
+    if (lane == 0) {
+        mbarrier_init(full, 1);
+        fence_proxy_async();
+        mbarrier_arrive_expect_tx(full, tile.rows() * 2 * HEAD_DIM);
+    }
+    __syncwarp();  // the barrier is initialised
+#pragma unroll 1
+    for (int r = lane; tile.has(r); r += 32) {
+        const PackedRow row = tile.row(r);
+        bulk_load(q_row(base, r), tile.seqlen.query(Q, row.h, row.i), 2 * HEAD_DIM, full);
+    }
+    __syncwarp();
+}
 
 // Loads K. One thread of a warpgroup calls it.
 struct KeyLoader {
@@ -118,13 +145,24 @@ struct KeyLoader {
         for (unsigned j = 0; j < TILES; ++j) from[j] = address(j);  // reads the block table at once
 #pragma unroll
         for (unsigned j = 0; j < TILES; ++j) {
-            if (j < REST_STAGES) load_rest(j, from[j]);
-            load_half(2 * j, from[j]);
-            if (2 * j + 1 < STAGES) load_half(2 * j + 1, from[j]);
+            if (j < REST_STAGES) {
+                wait_for_Q(REST_AT + j * Rest::BYTES, Rest::BYTES);
+                load_rest(j, from[j]);
+            }
+#pragma unroll
+            for (unsigned half = 2 * j; half < min(2 * j + 2, STAGES); ++half) {
+                wait_for_Q(half * Half::BYTES, Half::BYTES);
+                load_half(half, from[j]);
+            }
         }
     }
 
   private:
+    // Waits until the rows of Q that occupy any of these bytes have been read.
+    __device__ __forceinline__ void wait_for_Q(unsigned at, unsigned bytes) const {
+        const int first = static_cast<int>(Q_ROWS_END) - tile.rows() * static_cast<int>(Q_ROW_BYTES);
+        if (at < Q_ROWS_END && static_cast<int>(at + bytes) > first) mbarrier_wait(ReadQ::at(base, 0), 0);
+    }
     template <class Box, class BoxPipeline>
     __device__ __forceinline__ void load(SmemAddr stages, unsigned stage, int column, KeyAddress from) const {
         const SmemAddr full = BoxPipeline::full(base, stage);

@@ -10,6 +10,10 @@
 // Any limit up to 65504 would ensure this.
 constexpr float P_SUM_LIMIT = 16384.0f;
 
+struct NoStore {
+    __device__ __forceinline__ void operator()(int) const {}
+};
+
 // m and l of a thread's two rows of S (QueryRows). Functions return alpha, the factors of O, and do not rescale O:
 // its rows may be in other threads (fwd_latent_wgmma).
 struct SoftmaxStats : AccumulatorRows<QueryRows> {
@@ -33,10 +37,11 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             l[half] *= alpha[half];
         }
     }
-    // P = exp2((S - m) * scale_log2); `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m
+    // P = exp2((S - m) * scale_log2); store(i) follows when P[i] is complete. `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m
     // must then be raised.
+    template <class Store = NoStore>
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                                 float scale_log2, float (&sum)[2]) const {
+                                                 float scale_log2, float (&sum)[2], const Store& store = {}) const {
         float sums[2][2] = {};  // two partial sums per row: shorter dependency chains
         const float shifts[2] = {softmax_shift(m[0], scale_log2), softmax_shift(m[1], scale_log2)};
 #pragma unroll
@@ -46,6 +51,7 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             sums[i % 2][0] += p0;
             sums[i % 2][1] += p1;
             P[i / 4][i % 4] = pack(p0, p1);
+            if (i % 4 == 3) store(i / 4);
         }
         sum[0] = sums[0][0] + sums[0][1];
         sum[1] = sums[1][0] + sums[1][1];
@@ -98,10 +104,11 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
     // if m has been raised. IS_FIRST_TILE: the first key tile of the row, or of a range
-    // of keys (key_splits.cuh): its P V overwrites O.
-    template <bool IS_FIRST_TILE, class RescaleO>
+    // of keys (key_splits.cuh): its P V overwrites O. store(i) is called when P[i] is complete, and for all i again if m
+    // is raised; not for IS_FIRST_TILE.
+    template <bool IS_FIRST_TILE, class RescaleO, class Store = NoStore>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
-                                           float scale_log2, const RescaleO& rescale_O) {
+                                           float scale_log2, const RescaleO& rescale_O, const Store& store = {}) {
         if (IS_FIRST_TILE) {
             update_max(S);
             // INVARIANT: P from differences, as in raise_own_max, which computes P of a row whose first visible key is
@@ -113,7 +120,7 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             return;
         }
         float sum[2];
-        if (__any_sync(0xffffffffu, exponentiate(P, S, scale_log2, sum) || m_is_large)) {
+        if (__any_sync(0xffffffffu, exponentiate(P, S, scale_log2, sum, store) || m_is_large)) {
             float alpha[2];
             if (INVARIANT) raise_own_max(P, S, scale_log2, sum, alpha);
             else raise_max(S, scale_log2, alpha);
@@ -121,6 +128,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             if (Head::BELOW_LARGE && !INVARIANT) exponentiate(P, S, scale_log2, sum);
             else if (!INVARIANT) exponentiate_differences(P, S, scale_log2, sum);
             m_is_large = large(scale_log2);
+#pragma unroll
+            for (int step = 0; step < BLOCK_N / 16; ++step) store(step);
         }
         l[0] += sum[0];
         l[1] += sum[1];

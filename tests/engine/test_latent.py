@@ -32,8 +32,8 @@ def hopper(device: Device) -> None:
     skip_without_wgmma(KERNEL, ABSORBED, device)
 
 
-def tile_of(blocks: int, early: int = 4, Q_slabs: int = 6, stages: int = 5) -> Tile:
-    return Tile(BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, EARLY_STEPS=early, BLOCKS=blocks)
+def tile_of(blocks: int, Q_slabs: int = 6, stages: int = 5) -> Tile:
+    return Tile(BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, BLOCKS=blocks)
 
 
 def right(problem: Problem, device: Device, inputs: str = "normal", tile: Tile | None = None) -> None:
@@ -68,15 +68,14 @@ def test_widths(D: int, Dv: int, device: Device) -> None:
     right(dataclasses.replace(ABSORBED, D=D, Dv=Dv, scale=None), device)
 
 
-@pytest.mark.parametrize(("early", "Q_slabs", "stages"), [(4, 4, 4), (2, 5, 4), (3, 7, 5)])
-@pytest.mark.sampled(2)
-def test_tiles(early: int, Q_slabs: int, stages: int, device: Device) -> None:
-    """How Q K^T and P V overlap, and where Q is, changes no bit of the result."""
+@pytest.mark.parametrize(("Q_slabs", "stages"), [(4, 4), (7, 5)])
+def test_tiles(Q_slabs: int, stages: int, device: Device) -> None:
+    """Where Q is, and how many keys are loaded ahead, changes no bit of the result."""
     problem = dataclasses.replace(ABSORBED, B=1, Sk=700)
     inputs = inputs_of("forward", Case("normal", problem))
     found = [
         trial.launch(KERNEL, tile, problem, inputs, device).outputs
-        for tile in (tile_of(132), tile_of(132, early, Q_slabs, stages))
+        for tile in (tile_of(132), tile_of(132, Q_slabs, stages))
     ]
     assert all(found[0][name].tobytes() == found[1][name].tobytes() for name in ("O", "LSE"))
 
