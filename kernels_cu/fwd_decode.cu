@@ -32,7 +32,8 @@
 #ifndef EARLY_STAGES
 #define EARLY_STAGES 0  // key tiles of the next split that are loaded before the epilogue (early_stages in the spec)
 #endif
-#include <hopper.cuh>  // angle brackets: the CPU backend has its own
+constexpr bool CLUSTER_DIVIDES_KEYS = CLUSTER > 1;  // split_kv.cuh
+#include <hopper.cuh>                               // angle brackets: the CPU backend has its own
 #include "mma_smem.cuh"
 #include "non_finite.cuh"
 #include "combine.cuh"

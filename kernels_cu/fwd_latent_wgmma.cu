@@ -37,8 +37,8 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ ScoreWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
 
-    // Reads the rows of Q, when they have arrived: the columns of the first slabs to registers, as A operands, the others
-    // to Q_AT. Rows and columns out of range become zeros.
+    // Reads the rows of Q, when they have arrived: the columns of the first slabs to registers, as A operands, the
+    // others to Q_AT. Rows and columns out of range become zeros.
     __device__ __forceinline__ void read_Q() {
         TIMELINE(wait_Q);
         mbarrier_wait(FullQ::at(base, 0), 0);
@@ -91,25 +91,26 @@ struct ScoreWarpgroup {
             RestPipeline::wait(base, j);
             mma_slabs<V_SLABS, REST_SLABS>(S, Rest::k_major(base + REST_AT + stage_of<REST_STAGES>(j) * Rest::BYTES));
         }
-        HalfPipeline::wait(base, 2 * j);
-        mma_slabs<0, SLABS_OF_HALF>(S, Half::k_major(base + stage_of<STAGES>(2 * j) * Half::BYTES));
+        const HalfStage left(j, 0), right(j, 1);
+        left.wait(base);
+        mma_slabs<0, SLABS_OF_HALF>(S, Half::k_major(left.at(base)));
         wgmma_commit();
         TIMELINE(wait_right_K);
-        HalfPipeline::wait(base, 2 * j + 1);
+        right.wait(base);
         TIMELINE(QK);
-        mma_right<0, SLABS_OF_HALF - 1>(S, j);
-        mma_right<SLABS_OF_HALF - 1, 1>(S, j);
+        mma_right<0, SLABS_OF_HALF - 1>(S, right.at(base));
+        mma_right<SLABS_OF_HALF - 1, 1>(S, right.at(base));
         PPipeline::acquire(base, j);  // for the P of this key tile
         wgmma_wait<1>();
         if (lane == 0) mbarrier_arrive(NearlyDone::at(base, j % 2));
         wgmma_wait<0>();
         warpgroup_fence_operand(S);
         if (REST_SLABS > 0 && lane == 0) RestPipeline::release(base, j);
+        if (PAIR && lane == 0) HalfStage(j, peer_rank()).release(base);  // the half that no P V reads
     }
     // The slabs of the right half from FIRST on.
     template <int FIRST, int COUNT>
-    __device__ __forceinline__ void mma_right(Scores& S, unsigned j) {
-        const SmemAddr right = base + stage_of<STAGES>(2 * j + 1) * Half::BYTES;
+    __device__ __forceinline__ void mma_right(Scores& S, SmemAddr right) {
         wgmma_fence();
         mma_slabs<V_SLABS / 2 + FIRST, COUNT>(S, Half::k_major(right + FIRST * Half::SLAB_BYTES));
         wgmma_commit();
@@ -167,11 +168,13 @@ struct ScoreWarpgroup {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float l = row_sum<4>(stats.l[half]);
-            if (lane % 4 == 0) reinterpret_cast<float2*>(smem + SUMS_AT)[r + 8 * half] = make_float2(stats.m[half], l);
+            if (lane % 4 != 0) continue;
+            float2* const sums = reinterpret_cast<float2*>(smem + SUMS_AT);
+            sums[r + 8 * half] = make_float2(stats.m[half], l);
+            if (PAIR) map_shared_rank(sums, peer_rank())[BLOCK_M + r + 8 * half] = make_float2(stats.m[half], l);
         }
         TIMELINE(done);
-        // m and l are stored; P V is complete. The vote is that of the warps of O.
-        named_barrier_or(BLOCK_BARRIER, ALL_THREADS, false);
+        vote_at_end(smem, 8 + warp, lane, false);
     }
 };
 
@@ -199,7 +202,7 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     const BlockTile tile(score, split, blockIdx.x, blockIdx.y, group);
     if (warp == 8) start_Q(base, tile, Q, lane);
     if (threadIdx.x == 0) init_barriers(base);
-    __syncthreads();  // the mbarriers are initialised before they are used
+    cluster_sync();  // the mbarriers are initialised before they are used
 
     const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {

@@ -1,6 +1,6 @@
 """Spec of `fwd_latent_wgmma.cu`."""
 
-from sandbox.spec import Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
+from sandbox.spec import BLOCK_SMEM, Arch, Entry, Kernel, Problem, Tile, cdiv, unsupported_by_wgmma
 
 MAX_SPLITS = 256
 MAX_BLOCKS = 65535  # gridDim.z
@@ -15,10 +15,11 @@ def slabs(p: Problem) -> tuple[int, int]:
 
 def smem_bytes(p: Problem, t: Tile) -> int:
     """Stages of half a V; stages of the rest of K; P twice, the slabs of Q that are not in registers (Q_SLABS are),
-    factors, m and l; mbarriers."""
+    factors, m and l; mbarriers. CLUSTER=2: also P, factors, m and l of the other block, and votes."""
     slab, rest_stages, (V, K) = 8192, 2, slabs(p)
-    tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 + K - min(K, t.Q_SLABS)
-    return tiles * slab + 16 * t.BLOCK_M + 16 * (t.STAGES + rest_stages + 4)
+    tiles = t.STAGES * (V // 2) + rest_stages * (K - V) + 2 * t.CLUSTER + K - min(K, t.Q_SLABS)
+    barriers = 16 * (t.STAGES + rest_stages + 3 + t.CLUSTER)
+    return tiles * slab + 16 * t.BLOCK_M * t.CLUSTER + 64 * (t.CLUSTER - 1) + barriers
 
 
 def row_tiles(p: Problem, t: Tile) -> int:
@@ -90,11 +91,42 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
         ),
         (t.STAGES in (4, 5), f"STAGES={t.STAGES} must be 4 or 5: a key tile and a half, or two, are loaded ahead"),
         (
+            t.CLUSTER == 1 or (t.CLUSTER == 2 and row_tiles(p, t) % 2 == 0),
+            (
+                f"CLUSTER={t.CLUSTER} must be 1, or 2 with an even number of row tiles (here {row_tiles(p, t)}): its "
+                "blocks share keys"
+            ),
+        ),
+        (
+            t.CLUSTER == 1
+            or (t.STAGES == 5 and 8192 * (t.STAGES * slabs(p)[0] // 2 + 2) >= t.BLOCK_M * (2 * p.D + 16)),
+            (
+                f"CLUSTER=2 is not supported with STAGES={t.STAGES} and {p.widths}: it needs STAGES=5, and 64 rows of Q "
+                "must fit where V and P will be"
+            ),
+        ),
+        (
+            smem_bytes(p, t) <= BLOCK_SMEM,
+            (
+                f"tile {t} needs {smem_bytes(p, t)} bytes of shared memory at {p.widths}: the limit of a block is "
+                f"{BLOCK_SMEM} (use more Q_SLABS)"
+            ),
+        ),
+        (
             p.page_size % t.BLOCK_N == 0,
             f"page_size={p.page_size} must be a multiple of BLOCK_N={t.BLOCK_N}: a key tile must not cross pages",
         ),
     )
     return next((reason for holds, reason in rules if not holds), None)
+
+
+LEAST_TILES_OF_PAIR = 32  # key tiles of a block, from which CLUSTER=2 is faster (experiment 024)
+
+
+def rank(p: Problem, t: Tile) -> int:
+    """Sort key of tiles: CLUSTER=2 first if the blocks have many key tiles."""
+    many = cdiv(cdiv(p.Sk, t.BLOCK_N), splits_of_entry(p, t)) >= LEAST_TILES_OF_PAIR
+    return -t.CLUSTER if many else t.CLUSTER
 
 
 kernel = Kernel(
@@ -112,9 +144,14 @@ kernel = Kernel(
     latent=True,
     min_arch=(9, 0),
     arch_suffix="a",
-    tiles=(Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132),),
+    tiles=(
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132, CLUSTER=1),
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, BLOCKS=132, CLUSTER=2),
+    ),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),
+    cluster=lambda t: t.CLUSTER,
+    rank=rank,
     smem_bytes=smem_bytes,
     supports=supports,
     check_tile=check_tile,

@@ -69,7 +69,8 @@ __device__ __forceinline__ void bulk_copy_to_rank(SmemAddr to, SmemAddr from, un
                                                   unsigned rank) {
     asm volatile(
         "{\n.reg .b32 to, counted;\nmapa.shared::cluster.u32 to, %0, %4;\nmapa.shared::cluster.u32 counted, %3, %4;\n"
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %2, [counted];\n}" ::"r"(to),
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %2, [counted];\n}" ::"r"(
+            to),
         "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
         : "memory");
 }

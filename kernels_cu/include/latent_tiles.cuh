@@ -1,11 +1,16 @@
 // Tiles of fwd_latent_wgmma: shared memory, pipelines and barriers; the rows and keys of a block; loads of K. Names
 // that end in _AT are offsets in shared memory, in bytes.
 #pragma once
+#include <cluster.cuh>  // angle brackets: the CPU backend has its own
 #include "pipeline.cuh"
 #include "softmax.cuh"
 #include "swizzle.cuh"
 
-constexpr int WARPS = 1, CLUSTER = 1;  // split_kv.cuh: the key tiles of a block are not divided further
+// split_kv.cuh: the key tiles of a block are not divided further.
+constexpr int WARPS = 1;
+constexpr bool CLUSTER_DIVIDES_KEYS = false;
+// Two row tiles of the same keys are a cluster. Each block has the half of O with the number of its rank, for both.
+constexpr bool PAIR = CLUSTER == 2;
 constexpr unsigned THREADS = 256;      // of O's warpgroups, which store the result; of a block of the combine kernel
 constexpr unsigned ALL_THREADS = 384;  // O's left and right half, S: 128 each
 #include "split_epilogue.cuh"
@@ -21,27 +26,32 @@ using Queries = Swizzled<BLOCK_M, 64 * (SLABS - Q_REGISTER_SLABS)>;
 using PTile = Swizzled<BLOCK_M, BLOCK_N>;  // P
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "one m64n64 accumulator");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
-static_assert(STAGES / 2 == 2, "the left half's thread loads the rest of K, and half a V, of the same key tile");
+static_assert(STAGES / 2 == 2 && (!PAIR || STAGES == 5),
+              "the left half's thread loads the rest of K, and half a V, of the same key tile");
 static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 
 constexpr unsigned REST_STAGES = 2, P_AT = STAGES * Half::BYTES, P_END = P_AT + 2 * PTile::BYTES;
-constexpr unsigned REST_AT = P_END, Q_AT = REST_AT + REST_STAGES * Rest::BYTES;
-constexpr unsigned ALPHA_AT = Q_AT + Queries::BYTES, SUMS_AT = ALPHA_AT + 2 * 4 * BLOCK_M;
-constexpr unsigned BARRIERS_AT = SUMS_AT + 8 * BLOCK_M;
+constexpr unsigned PEER_P_AT = P_END, REST_AT = PEER_P_AT + (CLUSTER - 1) * 2 * PTile::BYTES;  // the peer's P
+constexpr unsigned Q_AT = REST_AT + REST_STAGES * Rest::BYTES;
+constexpr unsigned ALPHA_AT = Q_AT + Queries::BYTES, PEER_ALPHA_AT = ALPHA_AT + 2 * 4 * BLOCK_M;
+constexpr unsigned SUMS_AT = ALPHA_AT + CLUSTER * 2 * 4 * BLOCK_M;  // of the block's rows, then the peer's
+constexpr unsigned VOTES_AT = SUMS_AT + CLUSTER * 8 * BLOCK_M, BARRIERS_AT = VOTES_AT + (PAIR ? 64 : 0);
 using HalfPipeline = Pipeline<BARRIERS_AT, STAGES>;  // left half of keys 0, right half, left half of keys 1, ...
 using RestPipeline = Pipeline<HalfPipeline::END, REST_STAGES>;
 using PPipeline = Pipeline<RestPipeline::END, 2>;
 using NearlyDone = BarrierArray<PPipeline::END, 2>;  // Q K^T of a key tile, except for its last slab: the turn of the
                                                      // right half's P V of the previous one
-using FullQ = BarrierArray<NearlyDone::END, 1>;  // all rows of Q have arrived
-using ReadQ = BarrierArray<FullQ::END, 1>;       // and have been read
+using PeerFullP = BarrierArray<NearlyDone::END, PAIR ? 2 : 0>;
+using FullQ = BarrierArray<PeerFullP::END, 1>;  // all rows of Q have arrived
+using ReadQ = BarrierArray<FullQ::END, 1>;      // and have been read
 static_assert(SMEM_BYTES == ReadQ::END, "spec and kernel disagree on shared memory");
 
 // Rows of Q on their way to registers and to Q_AT, where the last stages of V and P will be: row r begins at q_row(r),
 // and those of a block with few rows occupy no stage of V. An odd number of 16-byte units avoids bank conflicts.
 constexpr unsigned Q_ROW_BYTES = 16 * (HEAD_DIM / 8 | 1), ROWS_OF_Q = (BLOCK_M * Q_ROW_BYTES + 127) / 128 * 128;
 constexpr unsigned Q_ROWS_END = P_END > ROWS_OF_Q ? P_END : ROWS_OF_Q;
+static_assert(!PAIR || Q_ROWS_END == P_END, "the peer may write its P before Q has been read");
 __device__ __forceinline__ SmemAddr q_row(SmemAddr base, int r) { return base + Q_ROWS_END - (r + 1) * Q_ROW_BYTES; }
 
 // Named barriers: all warps (P V of both halves are complete, m and l are stored); those of the left and right half
@@ -51,7 +61,8 @@ constexpr unsigned BLOCK_BARRIER = 1, HALF_BARRIER = 2, SCORE_BARRIER = 4;
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
     for (unsigned stage = 0; stage < STAGES; ++stage) {
         mbarrier_init(HalfPipeline::full(base, stage), 1);
-        mbarrier_init(HalfPipeline::empty(base, stage), 4);  // one lane of each warp
+        // One lane of each warp that reads it last: of O, also of the peer's rows; or of S.
+        mbarrier_init(HalfPipeline::empty(base, stage), PAIR && stage % 2 == 0 ? 8 : 4);
     }
     for (unsigned stage = 0; stage < REST_STAGES; ++stage) {
         mbarrier_init(RestPipeline::full(base, stage), 1);
@@ -59,18 +70,44 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
     }
     for (unsigned stage = 0; stage < 2; ++stage) {
         mbarrier_init(PPipeline::full(base, stage), 4);
-        mbarrier_init(PPipeline::empty(base, stage), 8);  // both halves
+        mbarrier_init(PPipeline::empty(base, stage), 8);  // both halves, PAIR: of which the peer has one
         mbarrier_init(NearlyDone::at(base, stage), 4);
+        if (PAIR) mbarrier_init(PeerFullP::at(base, stage), 1);
     }
     mbarrier_init(ReadQ::at(base, 0), 4);
+    if (PAIR) fence_mbarrier_init();
     fence_proxy_async();
 }
 
+// The rank of the other block of the cluster.
+__device__ __forceinline__ unsigned peer_rank() { return cluster_cta_rank() ^ 1; }
+
+// The stage of the left (half 0) or right half of V of key tile j, and its phase. PAIR: stages 0, 2, 4 have the half of
+// the block's O, the others, which S releases, the other half.
+struct HalfStage {
+    unsigned stage, parity;
+    __device__ __forceinline__ HalfStage(unsigned j, unsigned half) {
+        const bool own = half == cluster_cta_rank();
+        if (!PAIR) stage = stage_of(2 * j + half), parity = parity_of(2 * j + half);
+        else if (own) stage = 2 * stage_of<3>(j), parity = parity_of<3>(j);
+        else stage = 2 * stage_of<2>(j) + 1, parity = parity_of<2>(j);
+    }
+    __device__ __forceinline__ SmemAddr at(SmemAddr base) const { return base + stage * Half::BYTES; }
+    __device__ __forceinline__ void acquire(SmemAddr base) const {
+        mbarrier_wait(HalfPipeline::empty(base, stage), parity ^ 1);
+    }
+    __device__ __forceinline__ void wait(SmemAddr base) const {
+        mbarrier_wait(HalfPipeline::full(base, stage), parity);
+    }
+    __device__ __forceinline__ void release(SmemAddr base) const { mbarrier_arrive(HalfPipeline::empty(base, stage)); }
+};
+
 // The rows and keys of a block: packed rows row0 .. rows_end - 1 of key/value head `kv_head`, and key tiles `first` ..
-// first + tiles - 1.
+// first + tiles - 1. The blocks of a cluster have adjacent rows and the same key tiles.
 struct BlockTile {
     const SeqlenInfo seqlen;
-    const int kv_head, group, row0, rows_end;
+    const int kv_head, group;
+    int row0, rows_end;
     const Head head0;  // all heads of the group have its mask
     Range fully_visible;
     int first, tiles;
@@ -78,12 +115,21 @@ struct BlockTile {
     __device__ __forceinline__ BlockTile(const Score& score, const Split& split, int row_tile, int kv_head, int group)
         : seqlen(score, split.b), kv_head(kv_head), group(group), row0(row_tile * BLOCK_M),
           rows_end(min(row0 + BLOCK_M, seqlen.Sq * group)), head0(seqlen, kv_head * group) {
-        const int i0 = row0 / group, i1 = (rows_end - 1) / group + 1;  // queries
+        const int cluster_row0 = row_tile / CLUSTER * CLUSTER * BLOCK_M;
+        const int cluster_rows_end = min(cluster_row0 + CLUSTER * BLOCK_M, seqlen.Sq * group);
+        const int i0 = cluster_row0 / group, i1 = (cluster_rows_end - 1) / group + 1;  // queries
         const Range keys = head0.keys(i0, i1);
         fully_visible = head0.fully_visible_keys(i0, i1);
         const int begin = keys.begin / BLOCK_N, all = max((max(keys.end, 0) + BLOCK_N - 1) / BLOCK_N - begin, 0);
         const int per_split = (all + split.splits - 1) / split.splits, skipped = min(split.split * per_split, all);
         first = begin + skipped, tiles = min(per_split, all - skipped);
+    }
+    // The same keys, and the rows of the other block of the cluster.
+    __device__ __forceinline__ BlockTile of_peer() const {
+        BlockTile other = *this;
+        other.row0 += cluster_cta_rank() ? -BLOCK_M : BLOCK_M;
+        other.rows_end = min(other.row0 + BLOCK_M, seqlen.Sq * group);
+        return other;
     }
     __device__ __forceinline__ int n0(int j) const { return (first + j) * BLOCK_N; }
     __device__ __forceinline__ int rows() const { return rows_end - row0; }
@@ -125,11 +171,12 @@ struct KeyLoader {
     __device__ __forceinline__ KeyAddress address(int j) const {
         return j < tile.tiles ? tile.seqlen.key_address(tile.n0(j)) : KeyAddress{};
     }
-    // Loads half a V, when its stage is empty: left halves have even numbers.
-    __device__ __forceinline__ void load_half(unsigned number, KeyAddress from) const {
-        if (static_cast<int>(number / 2) >= tile.tiles) return;
-        HalfPipeline::acquire(base, number);
-        load<Half, HalfPipeline>(base, stage_of<STAGES>(number), number % 2 * HALF_COLUMNS, from);
+    // Loads the left or right half of V of key tile j, when its stage is empty.
+    __device__ __forceinline__ void load_half(unsigned j, unsigned half, KeyAddress from) const {
+        if (static_cast<int>(j) >= tile.tiles) return;
+        const HalfStage to(j, half);
+        to.acquire(base);
+        load<Half, HalfPipeline>(base, to.stage, half * HALF_COLUMNS, from);
     }
     // Loads the rest of key tile j.
     __device__ __forceinline__ void load_rest(unsigned j, KeyAddress from) const {
@@ -150,9 +197,9 @@ struct KeyLoader {
                 load_rest(j, from[j]);
             }
 #pragma unroll
-            for (unsigned half = 2 * j; half < min(2 * j + 2, STAGES); ++half) {
-                wait_for_Q(half * Half::BYTES, Half::BYTES);
-                load_half(half, from[j]);
+            for (unsigned stage = 2 * j; stage < min(2 * j + 2, STAGES); ++stage) {
+                wait_for_Q(stage * Half::BYTES, Half::BYTES);
+                load_half(j, stage % 2 ^ cluster_cta_rank(), from[j]);
             }
         }
     }
@@ -161,7 +208,7 @@ struct KeyLoader {
     // Waits until the rows of Q that occupy any of these bytes have been read.
     __device__ __forceinline__ void wait_for_Q(unsigned at, unsigned bytes) const {
         const int first = static_cast<int>(Q_ROWS_END) - tile.rows() * static_cast<int>(Q_ROW_BYTES);
-        if (at < Q_ROWS_END && static_cast<int>(at + bytes) > first) mbarrier_wait(ReadQ::at(base, 0), 0);
+        if (at<Q_ROWS_END&& static_cast<int>(at + bytes)> first) mbarrier_wait(ReadQ::at(base, 0), 0);
     }
     template <class Box, class BoxPipeline>
     __device__ __forceinline__ void load(SmemAddr stages, unsigned stage, int column, KeyAddress from) const {
@@ -171,3 +218,21 @@ struct KeyLoader {
                        broadcast ? 0 : from.batch_or_page, full);
     }
 };
+
+// Called by all threads of a block, or of a pair, after their last product: P V is then complete, and m and l are
+// stored. Returns whether any thread of O's warpgroups has the vote `mine`.
+__device__ __forceinline__ bool vote_at_end(char* smem, unsigned warp, int lane, bool mine) {
+    if constexpr (!PAIR) return named_barrier_or(BLOCK_BARRIER, ALL_THREADS, mine);
+    unsigned* const votes = reinterpret_cast<unsigned*>(smem + VOTES_AT);  // of the block's eight warps, of the peer's
+    const bool any = __any_sync(0xffffffffu, mine);
+    if (lane == 0 && warp < 8) {
+        votes[warp] = any;
+        map_shared_rank(votes, peer_rank())[8 + warp] = any;
+    }
+    __syncwarp();
+    cluster_sync();
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) found |= votes[i] != 0;
+    return found;
+}

@@ -37,8 +37,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             l[half] *= alpha[half];
         }
     }
-    // P = exp2((S - m) * scale_log2); store(i) follows when P[i] is complete. `sum`: this thread's row sums of P. Returns whether one exceeds P_SUM_LIMIT: m
-    // must then be raised.
+    // P = exp2((S - m) * scale_log2); store(i) follows when P[i] is complete. `sum`: this thread's row sums of P.
+    // Returns whether one exceeds P_SUM_LIMIT: m must then be raised.
     template <class Store = NoStore>
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                                  float scale_log2, float (&sum)[2], const Store& store = {}) const {
@@ -104,8 +104,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
     // if m has been raised. IS_FIRST_TILE: the first key tile of the row, or of a range
-    // of keys (key_splits.cuh): its P V overwrites O. store(i) is called when P[i] is complete, and for all i again if m
-    // is raised; not for IS_FIRST_TILE.
+    // of keys (key_splits.cuh): its P V overwrites O. store(i) is called when P[i] is complete, and for all i again if
+    // m is raised; not for IS_FIRST_TILE.
     template <bool IS_FIRST_TILE, class RescaleO, class Store = NoStore>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                            float scale_log2, const RescaleO& rescale_O, const Store& store = {}) {

@@ -15,8 +15,9 @@
 // Whether each batch entry has its own blocks along z. If sequences may have many queries, the row tiles of all of them
 // are along x instead.
 constexpr bool BLOCKS_BY_ENTRY = !RAGGED || SHORT_SEQUENCES;
-// Whether the number of splits depends on the batch entry's keys.
-constexpr bool DYNAMIC_SPLITS = KEY_LENGTHS && BLOCKS_BY_ENTRY && CLUSTER == 1;
+// Whether the number of splits depends on the batch entry's keys. The kernel defines CLUSTER_DIVIDES_KEYS: whether the
+// blocks of a cluster share the keys of a split.
+constexpr bool DYNAMIC_SPLITS = KEY_LENGTHS && BLOCKS_BY_ENTRY && !CLUSTER_DIVIDES_KEYS;
 
 // Row tile number x of batch entry b, or of all sequences. Ragged queries: invalid if the sequence has fewer rows.
 template <int ROWS>

@@ -157,9 +157,10 @@ bool Block::read_mail() {
             fail("%s at %s:%d from another block of the cluster: no mbarrier was initialised at shared memory + %lld",
                  what, file, item.site.line, at);
         } else if (item.to && hopper.proxies.unfenced[at / 16]) {
-            fail("copy at %s:%d from another block of the cluster: its mbarrier was initialised and fence_proxy_async "
-                 "not called",
-                 file, item.site.line);
+            fail(
+                "copy at %s:%d from another block of the cluster: its mbarrier was initialised and fence_proxy_async "
+                "not called",
+                file, item.site.line);
         } else if (item.to) {
             acquire(item.barrier);  // the issuing thread
             memset(item.to, 0xff, item.size);

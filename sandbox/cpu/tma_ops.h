@@ -20,7 +20,8 @@ void start_load(const TmaLoad& load, unsigned alignment, const char* alignment_t
     pending = load;
     pending.due = hopper.step + 2 + hopper.tma_loads.count % 3;
     if (load.from) report_read(load.from, load.size);
-    else for_box_chunks(load.map, load.at, [](const char* from, uint64_t, unsigned valid) { report_read(from, valid); });
+    else
+        for_box_chunks(load.map, load.at, [](const char* from, uint64_t, unsigned valid) { report_read(from, valid); });
     release(load.barrier);
 }
 

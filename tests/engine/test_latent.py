@@ -32,8 +32,8 @@ def hopper(device: Device) -> None:
     skip_without_wgmma(KERNEL, ABSORBED, device)
 
 
-def tile_of(blocks: int, Q_slabs: int = 6, stages: int = 5) -> Tile:
-    return Tile(BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, BLOCKS=blocks)
+def tile_of(blocks: int, Q_slabs: int = 6, stages: int = 5, cluster: int = 1) -> Tile:
+    return Tile(BLOCK_M=64, BLOCK_N=64, STAGES=stages, Q_SLABS=Q_slabs, BLOCKS=blocks, CLUSTER=cluster)
 
 
 def right(problem: Problem, device: Device, inputs: str = "normal", tile: Tile | None = None) -> None:
@@ -78,6 +78,33 @@ def test_tiles(Q_slabs: int, stages: int, device: Device) -> None:
         for tile in (tile_of(132), tile_of(132, Q_slabs, stages))
     ]
     assert all(found[0][name].tobytes() == found[1][name].tobytes() for name in ("O", "LSE"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fields"),
+    [
+        ("normal", {"H": 128, "Sk": 500}),
+        ("rising", {"H": 72, "Sk": 640, "dtype": "float16"}),
+        ("normal", {**CAUSAL, "H": 20, "Hk": 2, "Sk": 333, "key_lengths": True, "B": 3}),
+        ("hidden", {**CAUSAL, "Sq": 16, "Sk": 256, "page_size": 64, "pages": 11}),  # four row tiles
+        ("hidden", {"H": 128, "Sk": 512, "page_size": 256, "B": 4, "sink": True}),
+        ("inf", {**CAUSAL, "Sq": 7}),
+        ("hidden", {**CAUSAL, "Sq": 7, "window": (70, 0), "sink": True, "Sk": 150}),
+        ("normal", {"H": 128, "Sk": 0}),
+        ("normal", {**CAUSAL, "Sq": 7, "Sk": 3}),  # the first rows see no key
+        ("normal", {"H": 128, "D": 520, "Dv": 392, "scale": None}),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_two_row_tiles_share_keys(inputs: str, fields: dict[str, Any], device: Device) -> None:
+    """As one tile after the other, bit by bit: each block of a cluster has half of O of both."""
+    problem = dataclasses.replace(ABSORBED, **fields)
+    for blocks in (1, 132):
+        tile = tile_of(blocks, 7, cluster=2)
+        right(problem, device, inputs, tile)
+        given = inputs_of("forward", Case(inputs, problem, inputs))
+        found = [trial.launch(KERNEL, t, problem, given, device).outputs for t in (tile_of(blocks), tile)]
+        assert all(found[0][name].tobytes() == found[1][name].tobytes() for name in ("O", "LSE"))
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 132])
