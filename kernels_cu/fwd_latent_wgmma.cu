@@ -37,13 +37,22 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ ScoreWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
 
-    // Reads the rows of Q, when they have arrived: the columns of the first slabs to registers, as A operands, the
-    // others to Q_AT. Rows and columns out of range become zeros.
-    __device__ __forceinline__ void read_Q() {
-        TIMELINE(wait_Q);
-        mbarrier_wait(FullQ::at(base, 0), 0);
-        TIMELINE(read_Q);
+    // Loads Q. Each warp copies its 16 rows to shared memory, and reads them when they have arrived: the columns of the
+    // first slabs to registers, as A operands, the others to Q_AT. Rows and columns out of range become zeros.
+    __device__ __forceinline__ void load_Q(const View<const dtype>& Q) {
+        TIMELINE(load_Q);
+        const SmemAddr full = FullQ::at(base, 0);
         const int row0 = 16 * warp, r = row0 + lane % 16;
+        if (lane == 0) mbarrier_arrive_expect_tx(full, max(min(tile.rows() - row0, 16), 0) * 2 * HEAD_DIM);
+        __syncwarp();
+        if (lane < 16 && tile.has(r)) {
+            const PackedRow row = tile.row(r);
+            bulk_load(q_row(base, r), tile.seqlen.query(Q, row.h, row.i), 2 * HEAD_DIM, full);
+        }
+        __syncwarp();
+        TIMELINE(wait_Q);
+        mbarrier_wait(full, 0);
+        TIMELINE(read_Q);
         const SmemAddr own_row = q_row(base, tile.has(r) ? r : 0);
         const bool valid[2] = {tile.has(row0 + lane / 4), tile.has(row0 + lane / 4 + 8)};
 #pragma unroll
@@ -155,8 +164,8 @@ struct ScoreWarpgroup {
         if (lane == 0) mbarrier_arrive(PPipeline::full(base, j % 2));
     }
 
-    __device__ __forceinline__ void run(char* smem) {
-        read_Q();
+    __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
+        load_Q(Q);
         SoftmaxStats stats;
         Scores S;
         const float scale_log2 = Head::softmax_scale_of(tile.seqlen.score) * Head::LOG2E;
@@ -200,14 +209,13 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     if (dynamic && split.invalid()) return;
     const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const BlockTile tile(score, split, blockIdx.x, blockIdx.y, group);
-    if (warp == 8) start_Q(base, tile, Q, lane);
     if (threadIdx.x == 0) init_barriers(base);
     cluster_sync();  // the mbarriers are initialised before they are used
 
     const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {
         setmaxnreg_inc<S_REGISTERS>();
-        ScoreWarpgroup(tile, base, warp - 8, lane).run(smem);
+        ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, smem);
         return;
     }
     setmaxnreg_dec<O_REGISTERS>();

@@ -101,8 +101,8 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
             t.CLUSTER == 1
             or (t.STAGES == 5 and 8192 * (t.STAGES * slabs(p)[0] // 2 + 2) >= t.BLOCK_M * (2 * p.D + 16)),
             (
-                f"CLUSTER=2 is not supported with STAGES={t.STAGES} and {p.widths}: it needs STAGES=5, and 64 rows of Q "
-                "must fit where V and P will be"
+                f"CLUSTER=2 is not supported with STAGES={t.STAGES} and {p.widths}: it needs STAGES=5, and 64 rows of "
+                "Q must fit where V and P will be"
             ),
         ),
         (
@@ -120,7 +120,7 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
-LEAST_TILES_OF_PAIR = 32  # key tiles of a block, from which CLUSTER=2 is faster (experiment 024)
+LEAST_TILES_OF_PAIR = 48  # key tiles of a block, from which CLUSTER=2 is faster (experiment 024)
 
 
 def rank(p: Problem, t: Tile) -> int:

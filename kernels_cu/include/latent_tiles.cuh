@@ -74,6 +74,7 @@ __device__ __forceinline__ void init_barriers(SmemAddr base) {
         mbarrier_init(NearlyDone::at(base, stage), 4);
         if (PAIR) mbarrier_init(PeerFullP::at(base, stage), 1);
     }
+    mbarrier_init(FullQ::at(base, 0), 4);
     mbarrier_init(ReadQ::at(base, 0), 4);
     if (PAIR) fence_mbarrier_init();
     fence_proxy_async();
@@ -136,23 +137,6 @@ struct BlockTile {
     __device__ __forceinline__ bool has(int row) const { return row < rows(); }
     __device__ __forceinline__ PackedRow row(int r) const { return PackedRow(row0 + r, kv_head, group); }
 };
-
-// Starts the loads of Q's rows. One warp calls it, before any load of K, which would delay the rows.
-__device__ __forceinline__ void start_Q(SmemAddr base, const BlockTile& tile, const View<const dtype>& Q, int lane) {
-    const SmemAddr full = FullQ::at(base, 0);
-    if (lane == 0) {
-        mbarrier_init(full, 1);
-        fence_proxy_async();
-        mbarrier_arrive_expect_tx(full, tile.rows() * 2 * HEAD_DIM);
-    }
-    __syncwarp();  // the barrier is initialised
-#pragma unroll 1
-    for (int r = lane; tile.has(r); r += 32) {
-        const PackedRow row = tile.row(r);
-        bulk_load(q_row(base, r), tile.seqlen.query(Q, row.h, row.i), 2 * HEAD_DIM, full);
-    }
-    __syncwarp();
-}
 
 // Loads K. One thread of a warpgroup calls it.
 struct KeyLoader {
