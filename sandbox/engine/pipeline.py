@@ -118,10 +118,12 @@ def parts(kernel: Kernel, tile: Tile, problem: Problem, device: Device) -> tuple
     over pages in which some sequences may have few queries and others many, they are `kernel` and
     `kernel.short_sequences`, if the latter supports the problem.
 
+    With one sequence the second kernel would compute all or nothing: `kernel` computes it also if it is short.
+
     The second kernel is launched after `kernel` and overlaps its last blocks (programmatic dependent launch): it fills
     the SMs that become idle. Each kernel finds its sequences on the device."""
     alone = Part(kernel, tile, problem)
-    if not (kernel.short_sequences and problem.ragged and problem.page_size and not problem.short):
+    if not (kernel.short_sequences and problem.ragged and problem.page_size and not problem.short) or problem.B == 1:
         return (alone,)
     other, short = registry.get(kernel.short_sequences), replace(problem, part="short")
     try:

@@ -182,7 +182,7 @@ PAGED = Problem(4, 8, 16, 1024, 64, Hk=2, dtype="float16", ragged=(64, 0), page_
 
 
 def test_short_sequences_of_a_paged_batch_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it does not support the problem."""
+    """Unless it does not support the problem, or there is one sequence."""
     kernel = registry.get("fwd_mma")
     tile = pipeline.tile_on(HOST, kernel, PAGED)
     long, short = pipeline.parts(kernel, tile, PAGED, HOST)
@@ -194,7 +194,8 @@ def test_short_sequences_of_a_paged_batch_have_a_kernel_of_their_own(monkeypatch
     assert short.tile == pipeline.tile_on(HOST, short.kernel, of_short)
     scratch = pipeline.scratch_of(kernel, PAGED, tile, HOST)
     assert scratch.keys() >= pipeline.arguments.scratch_of(short.kernel, of_short, short.tile).keys()
-    for other in ({"ragged": ()}, {"page_size": 0, "pages": 0, "ragged": (64, 64), "key_lengths": False}):
+    ragged_keys = {"page_size": 0, "pages": 0, "ragged": (64, 64), "key_lengths": False}
+    for other in ({"B": 1}, {"ragged": ()}, ragged_keys):
         (alone,) = pipeline.parts(kernel, tile, problem := dataclasses.replace(PAGED, **other), HOST)
         assert alone == pipeline.Part(kernel, tile, problem)
 
