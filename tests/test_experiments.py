@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from project import ROOT, run_script
+
+from sandbox import reference
 
 FOLDER = ROOT / "experiments"
 SCRIPTS = sorted(path for path in FOLDER.glob("*/*.py") if "__main__" in path.read_text())
@@ -23,6 +26,14 @@ def test_a_script_starts(script: Path, capsys: pytest.CaptureFixture[str]) -> No
     command = "check" if script.parent.name in CHECKED else "--help"
     assert not run_script(script, command)
     assert capsys.readouterr().out
+
+
+def test_the_dropout_mask_of_external_tests() -> None:
+    """The mask that the shim of experiment 030 computes in PyTorch is that of the reference, and so of the kernels."""
+    pytest.importorskip("torch")
+    dropout = runpy.run_path(str(FOLDER / "030_external_tests/flash_attn_shim/flash_attn/dropout.py"))
+    shape = (-12345678901234, 2, 3, 70, 45, 0.17)
+    assert (dropout["dropout_keep"](*shape, "cpu").numpy() == reference.dropout_keep(*shape)).all()
 
 
 def test_the_folder_stays_small() -> None:

