@@ -12,18 +12,20 @@
 //   left O                       | PV0            |               | PV1
 //   right O                                       | PV0           |
 //
-//   shared memory: halves of V [STAGES] | rest of K [2] | P [2] | Q, columns that are not in registers
+//   shared memory: halves of V [STAGES] | P [2] | rest of K [2] | Q, columns that are not in registers
 //                  | factors of O [2] | m, l | mbarriers             O finds room where the halves were
 // clang-format on
 //
-// The right half's P V is late by one Q K^T, so that the tensor cores have work during the softmax. (A second S, with
-// which the next Q K^T begins before the softmax, is slower: fewer columns of Q fit in registers, and K is held for
-// longer; experiment 024.) Many columns of Q are in registers of the S warpgroup: with both operands in shared memory,
-// the m64n64 products of Q K^T would need all of its bandwidth.
+// The right half's P V is late by one Q K^T, so that the tensor cores have work during the softmax. Many columns of Q
+// are in registers of the S warpgroup, which leaves shared memory for stages.
+//
+// CLUSTER = 2: two row tiles of the same keys. Each block has one half of O of both, so P V needs only half of V, and
+// the rest of a key tile is free after Q K^T: P V of both warpgroups is late. Each block computes P of its own rows and
+// copies it to the other one (PAIR in latent_tiles.cuh).
 //
 // Deferred rescaling as in fwd_wgmma: P uses the maximum m of the first keys, and O is multiplied only if m is raised.
 // The two halves of O are those of FlashMLA (deepseek-ai/FlashMLA, docs/20250422), where each of their warpgroups also
-// computes S of every second key tile.
+// computes S of every second key tile. Measurements: experiments/024_latent.
 #include "latent_output.cuh"
 
 // The warpgroup that computes S and P.
