@@ -4,11 +4,10 @@
 namespace {
 
 // Starts a load to shared memory; `load` has everything but `due`.
-void start_load(const TmaLoad& load, unsigned alignment, const char* alignment_text) {
+void start_load(const TmaLoad& load) {
     Hopper& hopper = current->hopper;
     const Site site = load.site;
     const uint64_t bytes = load.bytes(), offset = smem_offset_of(load.to, bytes, site);
-    if (offset % alignment) trap(site, "%s", alignment_text);
     check_fenced(offset, offset + bytes, "a TMA load overwrites", site);
     mbarrier_at(load.barrier, site);
     check_fenced(load.barrier - current->smem.dynamic, load.barrier + 8 - current->smem.dynamic,
@@ -28,15 +27,15 @@ void start_load(const TmaLoad& load, unsigned alignment, const char* alignment_t
 }  // namespace
 
 extern "C" void sandbox_tma_load(char* to, const TensorMap* map, const int* at, char* barrier, Site site) {
-    start_load({to, nullptr, 0, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, 0, false, site}, 1024,
-               "the shared-memory address of a TMA box must be a multiple of 1024");
+    if (smem_offset_of(to, box_bytes(*map), site) % 1024)
+        trap(site, "the shared-memory address of a TMA box must be a multiple of 1024");
+    start_load({to, nullptr, 0, *map, {at[0], at[1], at[2], at[3], at[4]}, barrier, 0, false, site});
 }
 
 extern "C" void sandbox_bulk_load(char* to, const void* from, unsigned bytes, char* barrier, Site site) {
-    if ((reinterpret_cast<uint64_t>(from) | bytes) % 16)
+    if ((smem_offset_of(to, bytes, site) | reinterpret_cast<uint64_t>(from) | bytes) % 16)
         trap(site, "bulk load of %u bytes: the size and both addresses must be multiples of 16", bytes);
-    start_load({to, static_cast<const char*>(from), bytes, {}, {}, barrier, 0, false, site}, 16,
-               "bulk load: the size and both addresses must be multiples of 16");
+    start_load({to, static_cast<const char*>(from), bytes, {}, {}, barrier, 0, false, site});
 }
 
 namespace {
