@@ -48,9 +48,9 @@ struct ConsumerWarpgroup : KeyConsumer {
         const Head current_head(block.params.score, block.b, block.first_head() + head);
         const int first_query = m0, first_key = block.m_blocks.n0() + key_offset, warp_key = first_key + warp % 4 * 16;
         KeepBits<BLOCK_M> keep;
-        keep.compute(current_head, first_query, warp_key);
-        FragmentMask<BLOCK_M> mask{current_head,     block.head0, first_query,
-                                   first_key, warp_key,    !block.m_blocks.fully_visible(head, m0)};
+        keep.compute(current_head, 0, first_query, warp_key);  // seed 0: the steps have no dropout
+        FragmentMask<BLOCK_M> mask{current_head, block.head0, first_query,
+                                   first_key,    warp_key,    !block.m_blocks.fully_visible(head, m0)};
         mask.load();
         unsigned bias[BLOCK_M / 16][4], derivative[BLOCK_M / 16][4];
 
@@ -64,7 +64,7 @@ struct ConsumerWarpgroup : KeyConsumer {
         wgmma_wait<0>();  // dP^T
         warpgroup_fence_operand(dP);
         TIMELINE(dS);
-        compute_dS(dS, P, dP, stats + BLOCK_M, current_head, keep, derivative);
+        compute_dS(dS, P, dP, stats + BLOCK_M, keep, derivative);
         if (BLOCK_M == 128) end_turn();
         if (HAS_PREVIOUS) wait_dS(i - 1);
         store_transposed<SmemLayoutPdS>(own_keys(base + dS_at), warp % 4 * 2, dS);
