@@ -3,9 +3,10 @@
 //
 // The query heads of a key/value head are rows of one tile (packed GQA), 64 of them. O is 64 x 512 in fp32, half of the
 // register file, so a block has one tile, and two warpgroups own its left and right half. A third warpgroup computes S
-// and P of all rows, 64 keys at a time. There is no producer: when one of O's warpgroups has read a half
-// of V, one of its threads loads another into that stage; the left half's thread also loads the rest of K. (With a
-// fourth warpgroup, ptxas has 128 registers per thread, too few for O.)
+// and P of all rows, 64 keys at a time. There is no producer: when one of O's warpgroups has read a half of V, one of
+// its threads loads another into that stage; the first one's thread also loads the rest of K, when Q K^T has read it,
+// and in a pair the half of V that is not the block's. (With a fourth warpgroup, ptxas has 128 registers per thread,
+// too few for O.)
 //
 // clang-format off
 //   S warpgroup   QK0 | softmax0 | QK1            | softmax1      | QK2                               time ->
@@ -14,6 +15,7 @@
 //
 //   shared memory: halves of V [STAGES] | P [2] | rest of K [2] | Q, columns that are not in registers
 //                  | factors of O [2] | m, l | mbarriers             O finds room where the halves were
+//                  CLUSTER = 2: also the peer's P, factors, m and l; votes
 // clang-format on
 //
 // The right half's P V is late by one Q K^T, so that the tensor cores have work during the softmax. Many columns of Q
@@ -92,8 +94,8 @@ struct ScoreWarpgroup {
         }
     }
 
-    // S = Q K^T of key tile j, each part when it has arrived. Before its last slab is complete, the right half of O may
-    // begin P V of the previous key tile.
+    // S = Q K^T of key tile j, each part when it has arrived. Before its last slab is complete, those
+    // warpgroups of O that are late may begin P V of the previous key tile.
     __device__ __forceinline__ void mma_QK(Scores& S, unsigned j) {
         constexpr int SLABS_OF_HALF = V_SLABS / 2;
         TIMELINE(wait_K);
@@ -151,9 +153,8 @@ struct ScoreWarpgroup {
         const SmemAddr P_smem = base + P_AT + j % 2 * PTile::BYTES;
         stats.update<false>(
             P, S, scale_log2, [&](const float (&alpha)[2]) { factor[0] = alpha[0], factor[1] = alpha[1]; },
-            [&](int step) {  // while the next 16 columns are computed
-                stmatrix_x4(P_smem + PTile::chunk(16 * warp + lane % 16, 2 * step + lane / 16), P[step][0], P[step][1],
-                            P[step][2], P[step][3]);
+            [&](int step, const unsigned (&p)[4]) {  // while the next 16 columns are computed
+                stmatrix_x4(P_smem + PTile::chunk(16 * warp + lane % 16, 2 * step + lane / 16), p[0], p[1], p[2], p[3]);
             });
         TIMELINE(store_factors);
         const int r = 16 * warp + lane / 4;

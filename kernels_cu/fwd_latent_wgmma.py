@@ -83,6 +83,10 @@ def supports(p: Problem, arch: Arch | None) -> str | None:
 def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
     """Limits of a tile: one wgmma accumulator of S, key tiles within a page."""
     rules = (
+        (
+            p.page_size % t.BLOCK_N == 0,
+            f"page_size={p.page_size} must be a multiple of BLOCK_N={t.BLOCK_N}: a key tile must not cross pages",
+        ),
         (t.BLOCK_M == 64, f"BLOCK_M={t.BLOCK_M} must be 64: packed rows are M of wgmma"),
         (t.BLOCK_N == 64, f"BLOCK_N={t.BLOCK_N} must be 64: keys are N of wgmma, and registers limit them"),
         (
@@ -112,10 +116,6 @@ def check_tile(p: Problem, t: Tile, arch: Arch | None) -> str | None:
                 f"{BLOCK_SMEM} (use more Q_SLABS)"
             ),
         ),
-        (
-            p.page_size % t.BLOCK_N == 0,
-            f"page_size={p.page_size} must be a multiple of BLOCK_N={t.BLOCK_N}: a key tile must not cross pages",
-        ),
     )
     return next((reason for holds, reason in rules if not holds), None)
 
@@ -136,7 +136,7 @@ kernel = Kernel(
     rung=4,
     default=True,
     paged=True,
-    invariant_to=("runs", "cluster", "strides"),
+    invariant_to=("runs", "strides"),
     summary="latent attention (MLA): v is a view of k; two warpgroups own the halves of O, a third one computes S",
     dtypes=("float16", "bfloat16"),
     max_D=576,
@@ -145,8 +145,10 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
-        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, BLOCKS=132, CLUSTER=2),
+        Tile(
+            BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132, CLUSTER=1
+        ),  # messages say why this one is refused
     ),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),

@@ -1,6 +1,6 @@
 // Thread block clusters (compute capability 9.0): CLUSTER blocks, adjacent along x, run at the same time and access
-// each other's shared memory (DSMEM). With CLUSTER = 1 these functions do nothing, except that cluster_sync is
-// __syncthreads.
+// each other's shared memory (DSMEM). With CLUSTER = 1 the barriers do nothing, except that cluster_sync is
+// __syncthreads; arrivals and copies at another rank are not called.
 //
 // clang-format off
 //   cluster_arrive();                         this block has started

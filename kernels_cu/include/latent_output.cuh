@@ -77,6 +77,7 @@ struct OutputWarpgroup {
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) O[i] = 0.0f;
 #pragma unroll 1
         for (int j = 0; j < tile.tiles; ++j) {
+            // ahead: the half of V that is loaded to this one's stage, 2 * key tile + half; PAIR: only its key tile.
             const unsigned index = uniform(j), ahead = PAIR ? 2 * index + 4 + INDEX * 2 : 2 * index + INDEX + STAGES;
             KeyAddress next = {};
             if (loads) {

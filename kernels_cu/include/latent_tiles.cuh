@@ -26,8 +26,8 @@ using Queries = Swizzled<BLOCK_M, 64 * (SLABS - Q_REGISTER_SLABS)>;
 using PTile = Swizzled<BLOCK_M, BLOCK_N>;  // P
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "one m64n64 accumulator");
 static_assert(HEAD_DIM % 8 == 0 && HEAD_DIM_V % 8 == 0, "a tensor map's rows are multiples of 16 bytes");
-static_assert(STAGES / 2 == 2 && (!PAIR || STAGES == 5),
-              "the left half's thread loads the rest of K, and half a V, of the same key tile");
+static_assert(STAGES / 2 == 2, "the left half's thread loads the rest of K, and half a V, of the same key tile");
+static_assert(!PAIR || STAGES == 5, "HalfStage: three stages for the block's half of V, two for the other one");
 static_assert(V_SLABS <= 8, "half of O is at most 256 columns, the widest wgmma");
 static_assert(PAGE_SIZE % BLOCK_N == 0, "a key tile is in one page");
 
@@ -41,21 +41,23 @@ using HalfPipeline = Pipeline<BARRIERS_AT, STAGES>;  // left half of keys 0, rig
 using RestPipeline = Pipeline<HalfPipeline::END, REST_STAGES>;
 using PPipeline = Pipeline<RestPipeline::END, 2>;
 using NearlyDone = BarrierArray<PPipeline::END, 2>;  // Q K^T of a key tile, except for its last slab: the turn of the
-                                                     // right half's P V of the previous one
+                                                     // late P V of the previous one
 using PeerFullP = BarrierArray<NearlyDone::END, PAIR ? 2 : 0>;
 using FullQ = BarrierArray<PeerFullP::END, 1>;  // all rows of Q have arrived
 using ReadQ = BarrierArray<FullQ::END, 1>;      // and have been read
 static_assert(SMEM_BYTES == ReadQ::END, "spec and kernel disagree on shared memory");
 
 // Rows of Q on their way to registers and to Q_AT, where the last stages of V and P will be: row r begins at q_row(r),
-// and those of a block with few rows occupy no stage of V. An odd number of 16-byte units avoids bank conflicts.
+// and those of a block with few rows occupy no stage of V. With few columns of V also where the rest of K will be. An
+// odd number of 16-byte units avoids bank conflicts.
 constexpr unsigned Q_ROW_BYTES = 16 * (HEAD_DIM / 8 | 1), ROWS_OF_Q = (BLOCK_M * Q_ROW_BYTES + 127) / 128 * 128;
 constexpr unsigned Q_ROWS_END = P_END > ROWS_OF_Q ? P_END : ROWS_OF_Q;
+static_assert(Q_ROWS_END <= Q_AT, "some warps read rows of Q when others store to Q_AT");
 static_assert(!PAIR || Q_ROWS_END == P_END, "the peer may write its P before Q has been read");
 __device__ __forceinline__ SmemAddr q_row(SmemAddr base, int r) { return base + Q_ROWS_END - (r + 1) * Q_ROW_BYTES; }
 
-// Named barriers: all warps (P V of both halves are complete, m and l are stored); those of the left and right half
-// of O; those of S.
+// Named barriers: all warps (P V of both halves are complete, m and l are stored; not in a pair); those of the left and
+// right half of O, in a pair both warpgroups of O; those of S.
 constexpr unsigned BLOCK_BARRIER = 1, HALF_BARRIER = 2, SCORE_BARRIER = 4;
 
 __device__ __forceinline__ void init_barriers(SmemAddr base) {
@@ -192,7 +194,8 @@ struct KeyLoader {
     // Waits until the rows of Q that occupy any of these bytes have been read.
     __device__ __forceinline__ void wait_for_Q(unsigned at, unsigned bytes) const {
         const int first = static_cast<int>(Q_ROWS_END) - tile.rows() * static_cast<int>(Q_ROW_BYTES);
-        if (at<Q_ROWS_END&& static_cast<int>(at + bytes)> first) mbarrier_wait(ReadQ::at(base, 0), 0);
+        const bool before_end = at<Q_ROWS_END, after_begin = static_cast<int>(at + bytes)> first;
+        if (before_end && after_begin) mbarrier_wait(ReadQ::at(base, 0), 0);
     }
     template <class Box, class BoxPipeline>
     __device__ __forceinline__ void load(SmemAddr stages, unsigned stage, int column, KeyAddress from) const {

@@ -11,7 +11,7 @@
 constexpr float P_SUM_LIMIT = 16384.0f;
 
 struct NoStore {
-    __device__ __forceinline__ void operator()(int) const {}
+    __device__ __forceinline__ void operator()(int, const unsigned (&)[4]) const {}
 };
 
 // m and l of a thread's two rows of S (QueryRows). Functions return alpha, the factors of O, and do not rescale O:
@@ -37,7 +37,7 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             l[half] *= alpha[half];
         }
     }
-    // P = exp2((S - m) * scale_log2); store(i) follows when P[i] is complete. `sum`: this thread's row sums of P.
+    // P = exp2((S - m) * scale_log2); store(i, P[i]) follows when P[i] is complete. `sum`: this thread's row sums of P.
     // Returns whether one exceeds P_SUM_LIMIT: m must then be raised.
     template <class Store = NoStore>
     __device__ __forceinline__ bool exponentiate(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
@@ -51,7 +51,7 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             sums[i % 2][0] += p0;
             sums[i % 2][1] += p1;
             P[i / 4][i % 4] = pack(p0, p1);
-            if (i % 4 == 3) store(i / 4);
+            if (i % 4 == 3) store(i / 4, P[i / 4]);
         }
         sum[0] = sums[0][0] + sums[0][1];
         sum[1] = sums[1][0] + sums[1][1];
@@ -104,8 +104,8 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
     }
     // One step of the online softmax: P of the raw scores S of a key tile; m and l are updated. Calls rescale_O(alpha)
     // if m has been raised. IS_FIRST_TILE: the first key tile of the row, or of a range
-    // of keys (key_splits.cuh): its P V overwrites O. store(i) is called when P[i] is complete, and for all i again if
-    // m is raised; not for IS_FIRST_TILE.
+    // of keys (key_splits.cuh): its P V overwrites O. store(i, P[i]) is called when P[i] is complete, and for all i
+    // again if m is raised; not for IS_FIRST_TILE.
     template <bool IS_FIRST_TILE, class RescaleO, class Store = NoStore>
     __device__ __forceinline__ void update(unsigned (&P)[BLOCK_N / 16][4], const float (&S)[BLOCK_N / 2],
                                            float scale_log2, const RescaleO& rescale_O, const Store& store = {}) {
@@ -129,7 +129,7 @@ struct SoftmaxStats : AccumulatorRows<QueryRows> {
             else if (!INVARIANT) exponentiate_differences(P, S, scale_log2, sum);
             m_is_large = large(scale_log2);
 #pragma unroll
-            for (int step = 0; step < BLOCK_N / 16; ++step) store(step);
+            for (int step = 0; step < BLOCK_N / 16; ++step) store(step, P[step]);
         }
         l[0] += sum[0];
         l[1] += sum[1];

@@ -211,7 +211,7 @@ bool Block::run(dim3 index, ClusterBlock* its_cluster) {
         set_waits_for_blocks(resumed && resumed == yielded && !loads);
         unsigned returned = 0;
         for (unsigned t = 0; t < threads; ++t) returned += fibers[t].state == State::returned;
-        if (returned == threads) return end_in_cluster() && check_completed();
+        if (returned == threads) return (launch.cluster == 1 || read_mail()) && end_in_cluster() && check_completed();
         if (waits_for_blocks) {
             if (__atomic_load_n(&failed, __ATOMIC_RELAXED)) return false;  // it may wait for the block that has failed
             sched_yield();

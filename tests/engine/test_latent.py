@@ -97,7 +97,7 @@ def test_tiles(Q_slabs: int, stages: int, device: Device) -> None:
 )
 @pytest.mark.sampled(4)
 def test_two_row_tiles_share_keys(inputs: str, fields: dict[str, Any], device: Device) -> None:
-    """As one tile after the other, bit by bit: each block of a cluster has half of O of both."""
+    """As one tile after the other, bit by bit where both end in the same key tile: each block has half of O of both."""
     problem = dataclasses.replace(ABSORBED, **fields)
     for blocks in (1, 132):
         tile = tile_of(blocks, 7, cluster=2)
