@@ -42,13 +42,12 @@ namespace {
 
 // The address in block `cta_rank` of the cluster that corresponds to `own` in this block.
 char* mapped_rank(char* own, unsigned cta_rank, Site site) {
-    const SharedMemory* const smem = current->cluster[cta_rank].smem;
-    if (!smem)
+    if (!current->cluster[cta_rank].smem)
         trap(site,
              "access to the shared memory of block %u of the cluster, which has not started: call cluster_sync "
              "before",
              cta_rank);
-    return smem->dynamic + (own - current->smem.dynamic);
+    return const_cast<char*>(sandbox_map_shared_rank(own, cta_rank));
 }
 
 void send(unsigned cta_rank, const TmaLoad& mail, Site site) {
