@@ -145,10 +145,8 @@ kernel = Kernel(
     min_arch=(9, 0),
     arch_suffix="a",
     tiles=(
+        Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132, CLUSTER=1),
         Tile(BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=7, BLOCKS=132, CLUSTER=2),
-        Tile(
-            BLOCK_M=64, BLOCK_N=64, STAGES=5, Q_SLABS=6, BLOCKS=132, CLUSTER=1
-        ),  # messages say why this one is refused
     ),
     grid=lambda p, t: (row_tiles(p, t), p.Hk, blocks(p, t)),
     block=lambda t: (384, 1, 1),

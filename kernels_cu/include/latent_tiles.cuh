@@ -193,9 +193,9 @@ struct KeyLoader {
   private:
     // Waits until the rows of Q that occupy any of these bytes have been read.
     __device__ __forceinline__ void wait_for_Q(unsigned at, unsigned bytes) const {
-        const int first = static_cast<int>(Q_ROWS_END) - tile.rows() * static_cast<int>(Q_ROW_BYTES);
-        const bool before_end = at<Q_ROWS_END, after_begin = static_cast<int>(at + bytes)> first;
-        if (before_end && after_begin) mbarrier_wait(ReadQ::at(base, 0), 0);
+        const int end = Q_ROWS_END, begin = end - tile.rows() * static_cast<int>(Q_ROW_BYTES);
+        const bool overlap = begin < static_cast<int>(at + bytes) && end > static_cast<int>(at);
+        if (overlap) mbarrier_wait(ReadQ::at(base, 0), 0);
     }
     template <class Box, class BoxPipeline>
     __device__ __forceinline__ void load(SmemAddr stages, unsigned stage, int column, KeyAddress from) const {

@@ -10,6 +10,7 @@
 // Any limit up to 65504 would ensure this.
 constexpr float P_SUM_LIMIT = 16384.0f;
 
+// For update() of kernels that do not store P.
 struct NoStore {
     __device__ __forceinline__ void operator()(int, const unsigned (&)[4]) const {}
 };
