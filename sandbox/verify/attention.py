@@ -86,7 +86,11 @@ def shipped_tiles(kernel: Kernel, arch: Arch | None) -> list[tuple[Tile, Problem
             continue
         M, N = tile.get("BLOCK_M", 64), tile.get("BLOCK_N", 64)
         keys = max(2 * tile.get("STAGES", 0), 1) * N + 5  # every stage is filled again, the first one twice
-        found.setdefault(tile, replace(whole, Sq=M + 3, Sk=keys))
+        for Sq in (M + 3, M - 3):  # the second one where the tile needs an even number of row tiles
+            problem = replace(whole, Sq=Sq, Sk=keys)
+            if not why_tile_unsupported(kernel, problem, tile, arch):
+                found.setdefault(tile, problem)
+                break
     return [*found.items()]
 
 

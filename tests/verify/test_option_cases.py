@@ -20,7 +20,7 @@ from sandbox.core.errors import CompileError, SpecError, ToolchainMissing
 from sandbox.cpu import compiler
 from sandbox.cpu.launch import CpuFunction
 from sandbox.engine import pipeline
-from sandbox.engine.choose import choose_tile
+from sandbox.engine.choose import choose_tile, why_tile_unsupported
 from sandbox.launch.dlpack import HOST
 from sandbox.launch.host import host_array
 from sandbox.spec import Problem, Score
@@ -155,6 +155,15 @@ def test_stored_cases(name: str) -> None:
         lines += [f"{group} {text}"[:160] for text in (*texts[:1], *texts[-1:])]
         lines.append(f"{group}: {digest(texts)}")
     check_stored(f"cases/{name}.txt", lines)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.kernels() if is_stored(f"cases/{name}.txt")])
+def test_tiles_support_the_problems_that_are_sanitized(name: str) -> None:
+    kernel = registry.get(name)
+    pairs = suite_of(kernel).shipped_tiles(kernel, kernel.min_arch)
+    assert pairs
+    for tile, problem in pairs:
+        assert not why_tile_unsupported(kernel, problem, tile, kernel.min_arch)
 
 
 @pytest.mark.parametrize("widths", [{128}, set()])
