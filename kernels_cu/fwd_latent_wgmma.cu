@@ -5,8 +5,8 @@
 // register file, so a block has one tile, and two warpgroups own its left and right half. A third warpgroup computes S
 // and P of all rows, 64 keys at a time. There is no producer: when one of O's warpgroups has read a half of V, one of
 // its threads loads another into that stage; the first one's thread also loads the rest of K, when Q K^T has read it,
-// and in a pair the half of V that is not the block's. (With a fourth warpgroup, ptxas has 128 registers per thread,
-// too few for O.)
+// and in a pair the half of V that is not the block's. The second one loads Q. (With a fourth warpgroup, ptxas has 128
+// registers per thread, too few for O.)
 //
 // clang-format off
 //   S warpgroup   QK0 | softmax0 | QK1            | softmax1      | QK2                               time ->
@@ -41,21 +41,12 @@ struct ScoreWarpgroup {
     __device__ __forceinline__ ScoreWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
         : tile(tile), base(base), warp(warp), lane(lane) {}
 
-    // Loads Q. Each warp copies its 16 rows to shared memory, and reads them when they have arrived: the columns of the
-    // first slabs to registers, as A operands, the others to Q_AT. Rows and columns out of range become zeros.
-    __device__ __forceinline__ void load_Q(const View<const dtype>& Q) {
-        TIMELINE(load_Q);
-        const SmemAddr full = FullQ::at(base, 0);
+    // Reads Q, 16 rows per warp, when it has arrived in shared memory: the columns of the first slabs to registers, as
+    // A operands, the others to Q_AT. Rows and columns out of range become zeros.
+    __device__ __forceinline__ void read_Q() {
         const int row0 = 16 * warp, r = row0 + lane % 16;
-        if (lane == 0) mbarrier_arrive_expect_tx(full, max(min(tile.rows() - row0, 16), 0) * 2 * HEAD_DIM);
-        __syncwarp();
-        if (lane < 16 && tile.has(r)) {
-            const PackedRow row = tile.row(r);
-            bulk_load(q_row(base, r), tile.seqlen.query(Q, row.h, row.i), 2 * HEAD_DIM, full);
-        }
-        __syncwarp();
         TIMELINE(wait_Q);
-        mbarrier_wait(full, 0);
+        mbarrier_wait(FullQ::at(base, 0), 0);
         TIMELINE(read_Q);
         const SmemAddr own_row = q_row(base, tile.has(r) ? r : 0);
         const bool valid[2] = {tile.has(row0 + lane / 4), tile.has(row0 + lane / 4 + 8)};
@@ -167,8 +158,8 @@ struct ScoreWarpgroup {
         if (lane == 0) mbarrier_arrive(PPipeline::full(base, j % 2));
     }
 
-    __device__ __forceinline__ void run(const View<const dtype>& Q, char* smem) {
-        load_Q(Q);
+    __device__ __forceinline__ void run(char* smem) {
+        read_Q();
         SoftmaxStats stats;
         Scores S;
         const float scale_log2 = Head::softmax_scale_of(tile.seqlen.score) * Head::LOG2E;
@@ -203,14 +194,14 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     int splits,  // per row tile and batch entry; with DYNAMIC_SPLITS a target for the sum over entries, or 0: no splits
     const __grid_constant__ Score score) {
     extern __shared__ __align__(1024) char smem[];
-    const SmemAddr base = smem_address(smem);
+    const SmemAddr base = uniform(smem_address(smem));
     griddepcontrol_launch_dependents();
     const int z = blockIdx.z, each = max(splits, 1);
     const bool dynamic = DYNAMIC_SPLITS && splits > 0;
     const Split split = dynamic ? SplitScheduler(score, gridDim.z - splits, splits).first(z)
                                 : EqualSplits(score, gridDim.z, each).first(z);
     if (dynamic && split.invalid()) return;
-    const unsigned warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const BlockTile tile(score, split, blockIdx.x, blockIdx.y, group);
     if (threadIdx.x == 0) init_barriers(base);
     cluster_sync();  // the mbarriers are initialised before they are used
@@ -218,14 +209,26 @@ extern "C" __global__ __launch_bounds__(ALL_THREADS, 1) void fwd_latent_wgmma(
     const KeyLoader loader(base, tile, K, K_map);
     if (warp >= 8) {
         setmaxnreg_inc<S_REGISTERS>();
-        ScoreWarpgroup(tile, base, warp - 8, lane).run(Q, smem);
+        ScoreWarpgroup(tile, base, warp - 8, lane).run(smem);
         return;
     }
     setmaxnreg_dec<O_REGISTERS>();
     const Partials parts(partials, gridDim.z, static_cast<long long>(H) * query_rows(score), split);
     const Result result{O, LSE, parts, split, H};
-    if (warp < 4) OutputWarpgroup<0>(tile, base, warp, lane).run(loader, Q, K, V, result, smem);
-    else OutputWarpgroup<1>(tile, base, warp - 4, lane).run(loader, Q, K, V, result, smem);
+    float O_rmem[HALF_COLUMNS / 2];
+    const auto store = [&](int index, int own_warp) {
+        OutputEpilogue{tile, base, index, own_warp, lane, O_rmem}.run(Q, K, V, result, smem);
+    };
+    // One epilogue for both: with two, the code of the warpgroup of S is far from the start of the kernel, and 16 heads
+    // take 150 instead of 146 us. But with one, a pair takes 2% longer (experiments/024_latent, eighth run).
+    if (warp < 4) {
+        OutputMainloop<0>{tile, base, warp, lane, O_rmem}.run(loader, Q, smem);
+        if (PAIR) return store(0, warp);
+    } else {
+        OutputMainloop<1>{tile, base, warp - 4, lane, O_rmem}.run(loader, Q, smem);
+        if (PAIR) return store(1, warp - 4);
+    }
+    store(warp / 4, warp % 4);
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void fwd_latent_wgmma_combine(

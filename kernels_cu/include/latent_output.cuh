@@ -18,19 +18,30 @@ struct Result {
 // The first or second warpgroup of O (INDEX 0 or 1): it owns the left or right half of the block's rows. PAIR: the half
 // with the number of the block's rank, of the block's rows or of the peer's.
 template <int INDEX>
-struct OutputWarpgroup {
+struct OutputMainloop {
     const BlockTile& tile;
     const SmemAddr base;
     const int warp, lane;  // warp: of the warpgroup's four
-    float O[HALF_COLUMNS / 2];
+    float (&O)[HALF_COLUMNS / 2];
     static constexpr int STEPS = BLOCK_N / 16;  // of P V, of 16 keys
     static constexpr bool OF_PEER = PAIR && INDEX == 1;
     // Whether P V of a key tile waits until Q K^T of the next one is nearly done.
     static constexpr bool LATE = PAIR || INDEX == 1;
     static __device__ __forceinline__ int half() { return PAIR ? cluster_cta_rank() : INDEX; }
 
-    __device__ __forceinline__ OutputWarpgroup(const BlockTile& tile, SmemAddr base, int warp, int lane)
-        : tile(tile), base(base), warp(warp), lane(lane) {}
+    // Copies the rows of Q to shared memory, a warp 16 of them.
+    __device__ __forceinline__ void load_Q(const View<const dtype>& Q) const {
+        TIMELINE(load_Q);
+        const SmemAddr full = FullQ::at(base, 0);
+        const int row0 = 16 * warp, r = row0 + lane % 16;
+        if (lane == 0) mbarrier_arrive_expect_tx(full, max(min(tile.rows() - row0, 16), 0) * 2 * HEAD_DIM);
+        __syncwarp();
+        if (lane < 16 && tile.has(r)) {
+            const PackedRow row = tile.row(r);
+            bulk_load(q_row(base, r), tile.seqlen.query(Q, row.h, row.i), 2 * HEAD_DIM, full);
+        }
+        __syncwarp();
+    }
 
     // Sets the rows of V from `keys` on, which are behind the last valid key, to 0: P is 0 there, but 0 * NaN would be
     // NaN. Rows beyond the tensor are zeros already. PAIR: the first warpgroup does it for both, since the peer's P may
@@ -66,15 +77,17 @@ struct OutputWarpgroup {
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void mainloop(const KeyLoader& loader, char* smem) {
+    __device__ __forceinline__ void run(const KeyLoader& loader, const View<const dtype>& Q, char* smem) {
+        if (INDEX == 1) load_Q(Q);  // while the first warpgroup loads keys
         const bool loads = warp == 0 && lane == 0;
         const int r = 16 * warp + lane / 4;
         const float* const factors = reinterpret_cast<const float*>(smem + (OF_PEER ? PEER_ALPHA_AT : ALPHA_AT));
         TIMELINE(load_first);
-        if (INDEX == 0 && loads) loader.load_first();  // while the warpgroup of S waits for Q
+        if (INDEX == 0 && loads) loader.load_first();
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) O[i] = 0.0f;
+        if (LATE && tile.tiles > 0) mbarrier_wait(NearlyDone::at(base, 0), 0);  // else no one waits for this phase
 #pragma unroll 1
         for (int j = 0; j < tile.tiles; ++j) {
             // ahead: the half of V that is loaded to this one's stage, 2 * key tile + half; PAIR: only its key tile.
@@ -116,6 +129,17 @@ struct OutputWarpgroup {
             __syncwarp();  // wgmma needs the whole warp
         }
     }
+};
+
+// The epilogue of a warpgroup of O.
+struct OutputEpilogue {
+    const BlockTile& tile;
+    const SmemAddr base;
+    const int index, warp, lane;  // index: of the warpgroup; warp: of its four
+    const float (&O)[HALF_COLUMNS / 2];
+
+    __device__ __forceinline__ bool of_peer() const { return PAIR && index == 1; }
+    __device__ __forceinline__ int half() const { return PAIR ? cluster_cta_rank() : index; }
 
     // Stores m, l and this half of O, not divided by l, for the combine kernel.
     __device__ __forceinline__ void store_partial(const BlockTile& rows, const Result& result,
@@ -148,7 +172,7 @@ struct OutputWarpgroup {
             if (half() == 0 && lane % 4 == 0 && rows.has(r)) result.LSE[result.number(rows, row)] = final_row.lse;
         }
         constexpr unsigned ROW_BYTES = 2 * HALF_COLUMNS + 16;  // 16: no bank conflicts
-        const SmemAddr from = base + (INDEX * BLOCK_M + 16 * warp) * ROW_BYTES;
+        const SmemAddr from = base + (index * BLOCK_M + 16 * warp) * ROW_BYTES;
 #pragma unroll
         for (int step = 0; step < HALF_COLUMNS / 16; ++step) {
             unsigned packed[4];
@@ -173,9 +197,9 @@ struct OutputWarpgroup {
     __device__ __forceinline__ void store_non_finite(const Result& result, const View<const dtype>& Q,
                                                      const View<const dtype>& K, const View<const dtype>& V,
                                                      float* O_smem) const {
-        float* const O_row = O_smem + (4 * INDEX + warp) * DV_PAD;
+        float* const O_row = O_smem + (4 * index + warp) * DV_PAD;
 #pragma unroll 1
-        for (int r = 4 * INDEX + warp; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
+        for (int r = 4 * index + warp; tile.has(r) && r < BLOCK_M; r += THREADS / 32) {
             const PackedRow row = tile.row(r);
             const Head head(tile.seqlen, row.h);
             const float2 stats = partial_non_finite(Q, K, V, tile.seqlen, row, tile.kv_head, tile.first,
@@ -194,13 +218,12 @@ struct OutputWarpgroup {
         }
     }
 
-    __device__ __forceinline__ void run(const KeyLoader& loader, const View<const dtype>& Q, const View<const dtype>& K,
-                                        const View<const dtype>& V, const Result& result, char* smem) {
-        mainloop(loader, smem);
+    __device__ __forceinline__ void run(const View<const dtype>& Q, const View<const dtype>& K,
+                                        const View<const dtype>& V, const Result& result, char* smem) const {
         TIMELINE(wait_block);
-        const float2* const sums = reinterpret_cast<const float2*>(smem + SUMS_AT) + (OF_PEER ? BLOCK_M : 0);
-        const BlockTile rows = OF_PEER ? tile.of_peer() : tile;
-        if (vote_at_end(smem, 4 * INDEX + warp, lane, Head::HAS_MASK && !all_finite<4>(O)))
+        const float2* const sums = reinterpret_cast<const float2*>(smem + SUMS_AT) + (of_peer() ? BLOCK_M : 0);
+        const BlockTile rows = of_peer() ? tile.of_peer() : tile;
+        if (vote_at_end(smem, 4 * index + warp, lane, Head::HAS_MASK && !all_finite<4>(O)))
             store_non_finite(result, Q, K, V, reinterpret_cast<float*>(smem));
         else if (result.split.splits > 1) store_partial(rows, result, sums);
         else store_final(rows, result, sums);

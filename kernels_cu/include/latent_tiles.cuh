@@ -170,23 +170,18 @@ struct KeyLoader {
         RestPipeline::acquire(base, j);
         load<Rest, RestPipeline>(base + REST_AT, stage_of<REST_STAGES>(j), DV_PAD, from);
     }
-    // Fills all stages.
+    // Fills all stages. A loop: a kernel's code is read from memory when it starts, so there should be little of it.
     __device__ __forceinline__ void load_first() const {
-        constexpr unsigned TILES = (STAGES + 1) / 2;
-        KeyAddress from[TILES];
-#pragma unroll
-        for (unsigned j = 0; j < TILES; ++j) from[j] = address(j);  // reads the block table at once
-#pragma unroll
-        for (unsigned j = 0; j < TILES; ++j) {
-            if (j < REST_STAGES) {
+#pragma unroll 1
+        for (unsigned stage = 0; stage < STAGES; ++stage) {
+            const unsigned j = stage / 2;
+            const KeyAddress from = address(j);
+            if (stage % 2 == 0 && j < REST_STAGES) {
                 wait_for_Q(REST_AT + j * Rest::BYTES, Rest::BYTES);
-                load_rest(j, from[j]);
+                load_rest(j, from);
             }
-#pragma unroll
-            for (unsigned stage = 2 * j; stage < min(2 * j + 2, STAGES); ++stage) {
-                wait_for_Q(stage * Half::BYTES, Half::BYTES);
-                load_half(j, stage % 2 ^ cluster_cta_rank(), from[j]);
-            }
+            wait_for_Q(stage * Half::BYTES, Half::BYTES);
+            load_half(j, stage % 2 ^ cluster_cta_rank(), from);
         }
     }
 
