@@ -71,10 +71,12 @@ def partials(p: Problem, t: Tile) -> tuple[int, int]:
 
 
 def supports(p: Problem, arch: Arch | None) -> str | None:
-    """The requirements of tensor maps and wgmma; no options but those in OPTIONS."""
+    """The requirements of tensor maps and wgmma; a grid that can be launched; no options but those in OPTIONS."""
     if others := p.options - OPTIONS:
         found = f"{' and '.join(sorted(others))} {'are' if len(others) > 1 else 'is'}"
         return f"{found} not supported with latent attention: only causal, window, sink, key_lengths and pages are"
+    if p.B > MAX_BLOCKS:
+        return f"B={p.B} is not supported: the limit is {MAX_BLOCKS} (split the batch)"
     if p.Sq * p.group >= 2**31:
         return f"Sq * H / Hk = {p.Sq * p.group} is not supported: the limit is 2^31 - 1 packed rows"
     return unsupported_by_wgmma(p, arch)

@@ -170,6 +170,7 @@ def test_selection() -> None:
     [
         ({"latent": False}, "v must be the view k[..., :Dv] of k, not a copy or another view (pass v=k[..., :Dv]"),
         ({"D": 640}, "D=640 is not supported: D is at most 576"),
+        ({"B": 65536}, "B=65536 is not supported: the limit is 65535 (split the batch)"),
         ({"Dv": 576}, "Dv=576 is not supported: Dv is at most 512"),
         ({"softcap": 3.0}, ": softcap is not supported with latent attention: only causal, window, sink, key"),
         ({"softcap": 3.0, "alibi": (16,)}, "alibi and softcap are not supported with latent attention: only"),
