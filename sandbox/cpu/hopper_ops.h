@@ -183,7 +183,7 @@ bool Block::read_mail() {
 }
 
 // Waits until another block of the cluster sends something. Returns false if none can: each has ended, waits itself, or
-// waits at a cluster barrier that this block has not reached.
+// waits at a cluster barrier that this block has not reached, or for a counter that no block will change.
 bool Block::wait_for_mail() {
     if (launch.cluster == 1) return false;
     ClusterBlock& own = cluster[cta_rank];
@@ -201,6 +201,7 @@ bool Block::wait_for_mail() {
             if (!own.waits || !any_runs) return !own.waits;
         }
         sched_yield();
+        if (stores.all_wait(waiting_steps)) return false;  // the others wait for counters
     }
     return false;
 }

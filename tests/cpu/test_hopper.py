@@ -835,6 +835,27 @@ def test_an_arrival_at_a_block_that_has_ended(run_hopper: Run) -> None:
 
 
 @on_cpu
+def test_a_block_waits_for_its_peer_which_waits_for_a_counter(run_hopper: Run) -> None:
+    text = """
+    #define CLUSTER 2
+    #define STAGES 2
+    #include "pipeline.cuh"
+    #include <cluster.cuh>
+    extern "C" __global__ void waiting(unsigned* counter) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddr barrier = smem_address(smem);
+        if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+        cluster_arrive();
+        cluster_wait();  // the mbarriers of both blocks are initialised
+        if (threadIdx.x == 0 && cluster_cta_rank() == 1) counter_wait(counter, 1);  // no block increments it
+        if (threadIdx.x == 0 && cluster_cta_rank() == 1) mbarrier_arrive_at_rank(barrier, 0);
+        if (cluster_cta_rank() == 0) mbarrier_wait(barrier, 0);
+    }"""
+    with pytest.raises(LaunchError, match=r"(?s)deadlock.*waits"):
+        run_hopper(text, "waiting", np.zeros(1, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+
+
+@on_cpu
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
