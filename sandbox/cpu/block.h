@@ -272,7 +272,9 @@ struct ClusterBlock {  // state of a block that the other blocks of its cluster 
     SharedMemory* smem;
     unsigned barriers;  // cluster barriers reached by all of its threads
     bool ended;
-    bool waits;          // for mail: without it, no thread can run
+    bool waits;       // for mail: without it, no thread can run
+    unsigned copies;  // to other blocks that are pending
+    Site last_copy;
     List<TmaLoad> mail;  // from other blocks: copies to this block's shared memory; without `to` arrivals at a barrier
                          // that expect `size` bytes
 };

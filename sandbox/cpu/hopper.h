@@ -24,6 +24,7 @@ struct TmaLoad {  // one pending load to shared memory: a box of a tensor map, o
     uint64_t due;       // the scheduling step in which it may complete
     bool may_complete;  // in this scheduling step, if it is due
     Site site;
+    unsigned* copies = nullptr;  // of a copy from another block of the cluster: that block's number of pending copies
     uint64_t bytes() const { return from ? size : box_bytes(map); }
 };
 

@@ -128,6 +128,7 @@ bool Block::complete_tma_loads() {
         acquire(box.barrier);  // the issuing thread
         if (box.from) memcpy(box.to, box.from, box.size);
         else load_box(box.to, box.map, box.at);
+        if (box.copies) __atomic_fetch_sub(box.copies, 1, __ATOMIC_RELEASE);
         smem.mark(box.to, box.bytes(), true);
         hopper.proxies.tma_wrote(box.to - smem.dynamic, box.to - smem.dynamic + box.bytes());
         release(box.barrier);
@@ -206,9 +207,13 @@ bool Block::wait_for_mail() {
     return false;
 }
 
-// Marks this block as ended. Returns false if something that another block has sent comes too late.
+// Marks this block as ended. Returns false if something that another block has sent comes too late, or a copy to
+// another block is pending, which reads this block's shared memory.
 bool Block::end_in_cluster() {
     ClusterBlock& own = cluster[cta_rank];
+    if (__atomic_load_n(&own.copies, __ATOMIC_ACQUIRE))
+        return fail("the block ends before its copy at %s:%d to another block of the cluster has been read",
+                    own.last_copy.file, own.last_copy.line);
     const MailLock lock;
     __atomic_store_n(&own.ended, true, __ATOMIC_RELEASE);
     if (!own.mail.count) return true;

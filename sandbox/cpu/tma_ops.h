@@ -101,9 +101,13 @@ extern "C" void sandbox_bulk_copy_to_rank(char* to, const char* from, unsigned b
         trap(site, "bulk copy of %u bytes: the size and both addresses must be multiples of 16", bytes);
     smem_offset_of(barrier, 8, site);
     check_written(from, bytes, "bulk copy reads", site);
-    send(cta_rank,
-         {mapped_rank(to, cta_rank, site), from, bytes, {}, {}, mapped_rank(barrier, cta_rank, site), 0, false, site},
-         site);
+    ClusterBlock& own = current->cluster[current->cta_rank];
+    own.last_copy = site;
+    __atomic_fetch_add(&own.copies, 1, __ATOMIC_RELAXED);
+    TmaLoad copy{mapped_rank(to, cta_rank, site),      from, bytes, {},  {},
+                 mapped_rank(barrier, cta_rank, site), 0,    false, site};
+    copy.copies = &own.copies;
+    send(cta_rank, copy, site);
 }
 
 extern "C" void sandbox_bulk_store(float* to, const char* from, unsigned bytes, bool add, Site site) {

@@ -812,6 +812,33 @@ def test_the_source_of_a_copy_is_overwritten(run_hopper: Run) -> None:
 
 
 @on_cpu
+def test_a_block_that_ends_before_its_copy_has_been_read(run_hopper: Run) -> None:
+    text = """
+    #define CLUSTER 2
+    #define STAGES 2
+    #include "pipeline.cuh"
+    #include <cluster.cuh>
+    extern "C" __global__ void ending(unsigned* out) {
+        extern __shared__ __align__(1024) char smem[];
+        const SmemAddr base = smem_address(smem), barrier = base + 512;
+        reinterpret_cast<unsigned*>(smem)[threadIdx.x] = threadIdx.x;
+        if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+        fence_proxy_async();
+        cluster_arrive();
+        cluster_wait();  // the mbarriers of both blocks are initialised, and the source is written
+        if (threadIdx.x == 0 && cluster_cta_rank() == 1) {
+            mbarrier_arrive_expect_tx_at_rank(barrier, 128, 0);
+            bulk_copy_to_rank(base + 256, base, 128, barrier, 0);
+        }
+        if (cluster_cta_rank() == 1) return;
+        mbarrier_wait(barrier, 0);
+        out[threadIdx.x] = reinterpret_cast<unsigned*>(smem + 256)[threadIdx.x];
+    }"""
+    with pytest.raises(LaunchError, match=r"ends before its copy at .*ending\.cu:\d+ to another block of the cluster"):
+        run_hopper(text, "ending", np.zeros(32, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+
+
+@on_cpu
 def test_an_arrival_at_a_block_that_has_ended(run_hopper: Run) -> None:
     text = """
     #define CLUSTER 2
