@@ -272,9 +272,8 @@ struct ClusterBlock {  // state of a block that the other blocks of its cluster 
     SharedMemory* smem;
     unsigned barriers;  // cluster barriers reached by all of its threads
     bool ended;
-    bool waits;       // for mail: without it, no thread can run
-    unsigned copies;  // to other blocks that are pending
-    Site last_copy;
+    bool waits;          // for mail: without it, no thread can run
+    unsigned copies;     // to other blocks that are pending
     List<TmaLoad> mail;  // from other blocks: copies to this block's shared memory; without `to` arrivals at a barrier
                          // that expect `size` bytes
 };
@@ -298,6 +297,7 @@ struct Block {
     const int& failed;  // whether any block of the launch has failed
     ClusterBlock* cluster = nullptr;
     unsigned cta_rank = 0;
+    Site last_copy = {};  // by bulk_copy_to_rank
     unsigned threads;
     Fiber* fibers;
     unsigned *thread_order, *warp_order;  // execution order: threads within each warp, and warps

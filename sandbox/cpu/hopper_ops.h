@@ -213,7 +213,7 @@ bool Block::end_in_cluster() {
     ClusterBlock& own = cluster[cta_rank];
     if (__atomic_load_n(&own.copies, __ATOMIC_ACQUIRE))
         return fail("the block ends before its copy at %s:%d to another block of the cluster has been read",
-                    own.last_copy.file, own.last_copy.line);
+                    last_copy.file, last_copy.line);
     const MailLock lock;
     __atomic_store_n(&own.ended, true, __ATOMIC_RELEASE);
     if (!own.mail.count) return true;

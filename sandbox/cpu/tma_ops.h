@@ -101,12 +101,12 @@ extern "C" void sandbox_bulk_copy_to_rank(char* to, const char* from, unsigned b
         trap(site, "bulk copy of %u bytes: the size and both addresses must be multiples of 16", bytes);
     smem_offset_of(barrier, 8, site);
     check_written(from, bytes, "bulk copy reads", site);
-    ClusterBlock& own = current->cluster[current->cta_rank];
-    own.last_copy = site;
-    __atomic_fetch_add(&own.copies, 1, __ATOMIC_RELAXED);
-    TmaLoad copy{mapped_rank(to, cta_rank, site),      from, bytes, {},  {},
-                 mapped_rank(barrier, cta_rank, site), 0,    false, site};
-    copy.copies = &own.copies;
+    TmaLoad copy{};
+    copy.to = mapped_rank(to, cta_rank, site), copy.from = from, copy.size = bytes;
+    copy.barrier = mapped_rank(barrier, cta_rank, site), copy.site = site;
+    copy.copies = &current->cluster[current->cta_rank].copies;
+    __atomic_fetch_add(copy.copies, 1, __ATOMIC_RELAXED);
+    current->last_copy = site;
     send(cta_rank, copy, site);
 }
 

@@ -811,75 +811,64 @@ def test_the_source_of_a_copy_is_overwritten(run_hopper: Run) -> None:
         relayed(run_hopper, SOURCE="base")
 
 
+PAIR = """
+#define CLUSTER 2
+#define STAGES 2
+#include "pipeline.cuh"
+#include <cluster.cuh>
+extern "C" __global__ void pair(unsigned* out) {
+    extern __shared__ __align__(1024) char smem[];
+    const SmemAddr barrier = smem_address(smem);
+    reinterpret_cast<unsigned*>(smem + 512)[threadIdx.x] = threadIdx.x;
+    if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+    fence_proxy_async();
+    cluster_arrive();
+    cluster_wait();  // the mbarriers of both blocks are initialised
+    CODE
+}"""
+
+
+def pair_of_blocks(run_hopper: Run, code: str) -> None:
+    """The two blocks of a cluster, of a warp each: `code` has an mbarrier with one arrival, 32 numbers at smem + 512,
+    and `out`, 32 zeros."""
+    text = PAIR.replace("CODE", code)
+    run_hopper(text, "pair", np.zeros(32, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+
+
 @on_cpu
 def test_a_block_that_ends_before_its_copy_has_been_read(run_hopper: Run) -> None:
-    text = """
-    #define CLUSTER 2
-    #define STAGES 2
-    #include "pipeline.cuh"
-    #include <cluster.cuh>
-    extern "C" __global__ void ending(unsigned* out) {
-        extern __shared__ __align__(1024) char smem[];
-        const SmemAddr base = smem_address(smem), barrier = base + 512;
-        reinterpret_cast<unsigned*>(smem)[threadIdx.x] = threadIdx.x;
-        if (threadIdx.x == 0) mbarrier_init(barrier, 1);
-        fence_proxy_async();
-        cluster_arrive();
-        cluster_wait();  // the mbarriers of both blocks are initialised, and the source is written
+    code = """
         if (threadIdx.x == 0 && cluster_cta_rank() == 1) {
             mbarrier_arrive_expect_tx_at_rank(barrier, 128, 0);
-            bulk_copy_to_rank(base + 256, base, 128, barrier, 0);
+            bulk_copy_to_rank(barrier + 256, barrier + 512, 128, barrier, 0);
         }
         if (cluster_cta_rank() == 1) return;
         mbarrier_wait(barrier, 0);
-        out[threadIdx.x] = reinterpret_cast<unsigned*>(smem + 256)[threadIdx.x];
-    }"""
-    with pytest.raises(LaunchError, match=r"ends before its copy at .*ending\.cu:\d+ to another block of the cluster"):
-        run_hopper(text, "ending", np.zeros(32, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+        out[threadIdx.x] = reinterpret_cast<unsigned*>(smem + 256)[threadIdx.x];"""
+    with pytest.raises(LaunchError, match=r"ends before its copy at .*pair\.cu:\d+ to another block of the cluster"):
+        pair_of_blocks(run_hopper, code)
 
 
 @on_cpu
 def test_an_arrival_at_a_block_that_has_ended(run_hopper: Run) -> None:
-    text = """
-    #define CLUSTER 2
-    #define STAGES 2
-    #include "pipeline.cuh"
-    #include <cluster.cuh>
-    extern "C" __global__ void late(unsigned* counter) {
-        extern __shared__ __align__(1024) char smem[];
-        const SmemAddr barrier = smem_address(smem);
-        if (threadIdx.x == 0) mbarrier_init(barrier, 2);
-        cluster_arrive();
-        cluster_wait();  // the mbarriers of both blocks are initialised
-        if (threadIdx.x == 0 && cluster_cta_rank() == 0) counter_arrive(counter);
+    code = """
+        if (threadIdx.x == 0 && cluster_cta_rank() == 0) counter_arrive(out);
         if (cluster_cta_rank() == 0) return;
-        if (threadIdx.x == 0) counter_wait(counter, 1);
+        if (threadIdx.x == 0) counter_wait(out, 1);
         for (int i = 0; i < 3000; ++i) __syncwarp();  // the other block has time to end
-        if (threadIdx.x == 0) mbarrier_arrive_at_rank(barrier, 0);
-    }"""
+        if (threadIdx.x == 0) mbarrier_arrive_at_rank(barrier, 0);"""
     with pytest.raises(LaunchError, match=r"which has ended"):
-        run_hopper(text, "late", np.zeros(1, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+        pair_of_blocks(run_hopper, code)
 
 
 @on_cpu
 def test_a_block_waits_for_its_peer_which_waits_for_a_counter(run_hopper: Run) -> None:
-    text = """
-    #define CLUSTER 2
-    #define STAGES 2
-    #include "pipeline.cuh"
-    #include <cluster.cuh>
-    extern "C" __global__ void waiting(unsigned* counter) {
-        extern __shared__ __align__(1024) char smem[];
-        const SmemAddr barrier = smem_address(smem);
-        if (threadIdx.x == 0) mbarrier_init(barrier, 1);
-        cluster_arrive();
-        cluster_wait();  // the mbarriers of both blocks are initialised
-        if (threadIdx.x == 0 && cluster_cta_rank() == 1) counter_wait(counter, 1);  // no block increments it
+    code = """
+        if (threadIdx.x == 0 && cluster_cta_rank() == 1) counter_wait(out, 1);  // no block increments it
         if (threadIdx.x == 0 && cluster_cta_rank() == 1) mbarrier_arrive_at_rank(barrier, 0);
-        if (cluster_cta_rank() == 0) mbarrier_wait(barrier, 0);
-    }"""
+        if (cluster_cta_rank() == 0) mbarrier_wait(barrier, 0);"""
     with pytest.raises(LaunchError, match=r"(?s)deadlock.*waits"):
-        run_hopper(text, "waiting", np.zeros(1, np.uint32), grid=2, block=32, smem=1024, cluster=2)
+        pair_of_blocks(run_hopper, code)
 
 
 @on_cpu
